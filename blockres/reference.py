@@ -105,8 +105,8 @@ def attn_res_merge(
     Args:
         output, lse: `[..., D]` and `[...]`, one query's part of what `attn_res_inter` returned.
         partial: `[..., D]`, the running sum of the open block.
-        update: `[..., D]`, added to `partial` first; the sum is rounded to `partial`'s dtype **before** it is scored, so
-            that fused and unfused adds agree.
+        update: `[..., D]`, added to `partial` first; the sum is rounded to `partial`'s dtype **before** it is scored,
+            so that fused and unfused adds agree.
         query, key_weight, norm_weight: `[D]`.
 
     Returns:

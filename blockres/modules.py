@@ -1,0 +1,322 @@
+"""The modules that replace a network's residuals: one aggregation's parameters, and a residual stream over many.
+
+Counting: sublayers and sources from 0. With S sublayers per block, sublayer l reads sources 0 … l // S (source 0 is the
+embedding, source n the sum of block n's outputs) and, where l % S != 0, the open block's partial sum. The aggregation
+after the last of L sublayers has index L. Source: arXiv:2603.15031, section 3.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from blockres.functional import attn_res
+
+Norm = nn.RMSNorm | tuple[Tensor, float]
+
+
+class AttnRes(nn.Module):
+    """One aggregation over depth: a pseudo-query and the weight of the key norm.
+
+    The query starts at zero, so that every source weighs the same at the start of training (the paper requires it).
+
+    Args:
+        dim: hidden size D.
+        eps: added to the mean square of a source before the root.
+        scale: factor of the scores; the paper's is 1.
+        key_weight: False leaves out the learned weight of the key norm.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        eps: float = 1e-6,
+        scale: float = 1.0,
+        key_weight: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.eps, self.scale = dim, eps, scale
+        self.query = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.register_parameter(
+            "key_weight", nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if key_weight else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.query)
+        if self.key_weight is not None:
+            nn.init.ones_(self.key_weight)
+
+    def forward(
+        self,
+        sources: Sequence[Tensor] | Tensor,
+        *,
+        norm: Norm | None = None,
+        out_dtype: torch.dtype | None = None,
+        return_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Aggregate N sources `[..., D]` as `blockres.attn_res` does, with `norm` (`nn.RMSNorm` or `(weight, eps)`) fused."""
+        norm_weight, norm_eps = _norm_arguments(norm, self.dim, sources[0].dtype)
+        return attn_res(
+            sources,
+            self.query,
+            self.key_weight,
+            eps=self.eps,
+            scale=self.scale,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            out_dtype=out_dtype,
+            return_weights=return_weights,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}, scale={self.scale}, key_weight={self.key_weight is not None}"
+
+
+class BlockAttnRes(nn.Module):
+    """The residual stream of a network, or of one pipeline stage of it, with Block Attention Residuals.
+
+    It owns the aggregations of sublayers `start … stop - 1`, and the final one where `stop == num_sublayers`, under the
+    name of their **global** index: `aggregations.{index}.query`. A checkpoint written under one split into stages
+    therefore loads under any other.
+
+    Args:
+        dim: hidden size D.
+        num_sublayers: L of the whole network; an attention and an MLP are two sublayers.
+        sublayers_per_block: S. 1 is full AttnRes; None is the standard residual: no parameters, no cost.
+        start, stop: the sublayers that this part of the network runs; all by default.
+        eps, scale, key_weight: as in `AttnRes`.
+
+    Raises:
+        ValueError: where a size is not positive, or `start … stop` does not lie within the network.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_sublayers: int,
+        sublayers_per_block: int | None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        eps: float = 1e-6,
+        scale: float = 1.0,
+        key_weight: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        stop = num_sublayers if stop is None else stop
+        if dim < 1 or num_sublayers < 1:
+            raise ValueError(f"dim and num_sublayers must be at least 1, got {dim} and {num_sublayers}")
+        if sublayers_per_block is not None and sublayers_per_block < 1:
+            raise ValueError(
+                f"sublayers_per_block must be at least 1 (1 is full AttnRes) or None (the standard residual), "
+                f"got {sublayers_per_block}"
+            )
+        if not 0 <= start <= stop <= num_sublayers:
+            raise ValueError(
+                f"a part runs sublayers start … stop - 1 with 0 <= start <= stop <= {num_sublayers}, "
+                f"got start={start}, stop={stop}"
+            )
+        self.dim, self.num_sublayers, self.sublayers_per_block = dim, num_sublayers, sublayers_per_block
+        self.start, self.stop = start, stop
+        owned = () if sublayers_per_block is None else range(start, stop + (stop == num_sublayers))
+        self.aggregations = nn.ModuleDict(
+            {
+                str(index): AttnRes(dim, eps=eps, scale=scale, key_weight=key_weight, device=device, dtype=dtype)
+                for index in owned
+            }
+        )
+
+    def stream(
+        self,
+        embedding: Tensor | None = None,
+        *,
+        sources: Sequence[Tensor] | None = None,
+        partial: Tensor | None = None,
+    ) -> "BlockStream | StandardStream":
+        """Open the stream at sublayer `start`: from the embedding `[..., D]`, or from what `state()` returned there.
+
+        Raises:
+            ValueError: where the number of sources, or whether there is a partial, is not what sublayer `start` finds.
+        """
+        if (embedding is None) == (sources is None):
+            raise ValueError("give either the embedding, or the sources (and the partial, where a block is open)")
+        if self.sublayers_per_block is None:
+            state = embedding if embedding is not None else partial
+            if state is None or sources:
+                raise ValueError(
+                    "a standard residual stream is rebuilt from sources=() and its running sum as the partial, "
+                    f"got {len(sources or ())} sources and {'a' if partial is not None else 'no'} partial"
+                )
+            return StandardStream(self, state)
+        held = (embedding,) if embedding is not None else tuple(sources or ())
+        self._check_state(len(held), partial is not None)
+        return BlockStream(self, held, partial)
+
+    def forward(
+        self,
+        embedding: Tensor,
+        sublayers: Iterable[Callable[[Tensor], Tensor]],
+        norms: Iterable[Norm | None] | None = None,
+    ) -> Tensor:
+        """Run all sublayers on the embedding `[..., D]` and return the output state `[..., D]`.
+
+        `norms`, one for each sublayer, are fused into the aggregations: sublayer l then receives its normalised input.
+        """
+        stream = self.stream(embedding)
+        if norms is None:
+            for sublayer in sublayers:
+                stream.write(sublayer(stream.read()))
+        else:
+            for sublayer, norm in zip(sublayers, norms, strict=True):
+                stream.write(sublayer(stream.read(norm)))
+        if stream.position != self.num_sublayers:
+            raise ValueError(f"this network has {self.num_sublayers} sublayers, got {stream.position}")
+        return stream.read()
+
+    def _check_state(self, num_sources: int, has_partial: bool) -> None:
+        blocks, inside = divmod(self.start, self.sublayers_per_block or 1)
+        if num_sources != blocks + 1 or has_partial != (inside > 0):
+            raise ValueError(
+                f"at sublayer {self.start} with {self.sublayers_per_block} sublayers per block the stream has "
+                f"{blocks + 1} sources and {'a' if inside else 'no'} partial, "
+                f"got {num_sources} and {'a' if has_partial else 'no'} partial"
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.dim}, num_sublayers={self.num_sublayers}, sublayers_per_block={self.sublayers_per_block}, "
+            f"start={self.start}, stop={self.stop}"
+        )
+
+
+class _Stream:
+    """What the streams share: the position, and the order read, write, read, write, …, read."""
+
+    def __init__(self, residual: BlockAttnRes) -> None:
+        self._residual = residual
+        self.position = residual.start
+        self._update: Tensor | None = None
+
+    def _accept(self, update: Tensor, like: Tensor) -> None:
+        if self.position >= self._residual.stop:
+            raise ValueError(
+                f"this stream ends before sublayer {self._residual.stop}: all of its sublayers have been written"
+            )
+        if update.shape != like.shape:
+            raise ValueError(
+                f"sublayer {self.position} wrote {tuple(update.shape)} into a stream of {tuple(like.shape)}"
+            )
+        self.position += 1
+
+
+class BlockStream(_Stream):
+    """The stream of a network with Block AttnRes; made by `BlockAttnRes.stream`.
+
+    It keeps the dtype of the embedding: updates of another dtype are added in the stream's.
+    """
+
+    def __init__(self, residual: BlockAttnRes, sources: tuple[Tensor, ...], partial: Tensor | None) -> None:
+        super().__init__(residual)
+        self._sources, self._partial = list(sources), partial
+
+    def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        """The next sublayer's input `[..., D]`; after the last sublayer, the network's output state.
+
+        `norm` (an `nn.RMSNorm` or `(weight, eps)`) and the cast to `out_dtype` are fused into the aggregation.
+        """
+        out = self._aggregation()(self._readable(), norm=norm, out_dtype=out_dtype)
+        assert isinstance(out, Tensor)
+        return out
+
+    def weights(self) -> Tensor:
+        """The softmax weights `[N, ...]` with which the next `read` weighs the sources, the partial sum last."""
+        _, weights = self._aggregation()(self._readable(), return_weights=True)
+        return weights
+
+    def write(self, update: Tensor) -> None:
+        """Add a sublayer's output `[..., D]`; the block's last one makes the block a source."""
+        self._accept(update, self._sources[0])
+        self._add(update.to(self._sources[0].dtype))
+        if self.position % self._size == 0:
+            self._close()
+
+    def state(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """`(sources, partial)`: the completed sources, and the open block's sum if a block is open."""
+        return tuple(self._sources), self._partial
+
+    @property
+    def _size(self) -> int:
+        assert self._residual.sublayers_per_block is not None
+        return self._residual.sublayers_per_block
+
+    def _aggregation(self) -> AttnRes:
+        index = str(self.position)
+        if index not in self._residual.aggregations:
+            raise ValueError(
+                f"this part of the network runs sublayers {self._residual.start} … {self._residual.stop - 1} and does "
+                f"not own aggregation {index}: hand `state()` to the next part, which does"
+            )
+        return self._residual.aggregations[index]
+
+    def _readable(self) -> list[Tensor]:
+        return self._sources if self._partial is None else [*self._sources, self._partial]
+
+    def _add(self, update: Tensor) -> None:
+        self._partial = update if self._partial is None else self._partial + update
+
+    def _close(self) -> None:
+        assert self._partial is not None
+        self._sources = [*self._sources, self._partial]
+        self._partial = None
+
+
+class StandardStream(_Stream):
+    """The standard residual behind the same interface: the running sum is the only state, kept as the partial."""
+
+    def __init__(self, residual: BlockAttnRes, state: Tensor) -> None:
+        super().__init__(residual)
+        self._sum = state
+
+    def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        """The running sum `[..., D]`, through `norm` where one is given."""
+        weight, eps = _norm_arguments(norm, self._residual.dim, self._sum.dtype)
+        out = self._sum
+        if weight is not None:
+            out = nn.functional.rms_norm(out, (self._residual.dim,), weight.to(out.dtype), eps)
+        return out if out_dtype is None else out.to(out_dtype)
+
+    def weights(self) -> Tensor:
+        """Ones `[1, ...]`: the sum is all that there is to read."""
+        return torch.ones((1, *self._sum.shape[:-1]), device=self._sum.device)
+
+    def write(self, update: Tensor) -> None:
+        """Add a sublayer's output `[..., D]` to the running sum."""
+        self._accept(update, self._sum)
+        self._sum = self._sum + update.to(self._sum.dtype)
+
+    def state(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """`((), running sum)`."""
+        return (), self._sum
+
+
+def _norm_arguments(norm: Norm | None, dim: int, dtype: torch.dtype) -> tuple[Tensor | None, float | None]:
+    if norm is None:
+        return None, None
+    if isinstance(norm, tuple):
+        return norm
+    if not isinstance(norm, nn.RMSNorm):
+        raise TypeError(
+            f"the norm fused into an aggregation is an nn.RMSNorm or a tuple (weight, eps), got {type(norm).__name__}; "
+            f"apply any other norm to what read() returns"
+        )
+    if norm.weight is None or tuple(norm.normalized_shape) != (dim,):
+        raise ValueError(
+            f"the norm fused into an aggregation has a weight [{dim}], got {norm}; apply it to what read() returns"
+        )
+    return norm.weight, torch.finfo(dtype).eps if norm.eps is None else norm.eps

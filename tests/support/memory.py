@@ -1,0 +1,60 @@
+"""Buffers whose surroundings are watched, and allocations full of NaN."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_GUARD = 64
+
+
+class Guarded:
+    """A tensor inside a larger buffer of NaN: reads beyond it poison results, writes beyond it are found by `check`."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        size = math.prod(shape)
+        self.buffer = torch.full((size + 2 * _GUARD,), torch.nan, dtype=dtype, device=device)
+        self.tensor = self.buffer[_GUARD : _GUARD + size].view(*shape)
+
+    def check(self) -> None:
+        outside = torch.cat([self.buffer[:_GUARD], self.buffer[-_GUARD:]])
+        assert outside.isnan().all(), "memory beside the tensor was written"
+
+
+def guarded(values: Tensor) -> Guarded:
+    """A guarded copy of `values`."""
+    copy = Guarded(values.shape, values.dtype, values.device)
+    copy.tensor.copy_(values)
+    return copy
+
+
+class _Poison(TorchDispatchMode):
+    """Every tensor that is allocated without a value is one of a `Guarded`, full of NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[Guarded] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet not in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty):
+            return result
+        if not result.is_floating_point() or not result.is_contiguous():
+            return result
+        block = Guarded(result.shape, result.dtype, result.device)
+        self.allocated.append(block)
+        return block.tensor
+
+
+@contextlib.contextmanager
+def poisoned_allocations() -> Iterator[list[Guarded]]:
+    """Inside, `torch.empty` and its kin give NaN between guards; on leaving, all guards are checked."""
+    mode = _Poison()
+    with mode:
+        yield mode.allocated
+    for block in mode.allocated:
+        block.check()

@@ -1,0 +1,57 @@
+"""Random sources, errors relative to a float64 reference, and roundings counted bit by bit."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """`|actual - expected| / |expected|` in float64; where `expected` is zero, the norm of `actual`."""
+    wide = expected.double()
+    error = (actual.double().to(wide.device) - wide).norm()
+    return (error / wide.norm()).item() if wide.norm() > 0 else error.item()
+
+
+def correlated_sources(
+    count: int,
+    shape: Sequence[int],
+    common: float,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
+    """Unit normal sources that share one component `common` times as large as what is their own."""
+    shared = common * torch.randn(*shape)
+    return [(shared + torch.randn(*shape)).to(device, dtype) for _ in range(count)]
+
+
+def units_apart(actual: Tensor, expected: Tensor) -> Tensor:
+    """How many representable numbers lie between two bf16 or fp16 tensors of one dtype, element by element."""
+    assert actual.dtype == expected.dtype
+    return (_ordinal(actual) - _ordinal(expected)).abs()
+
+
+def assert_rounded_once(actual: Tensor, exact: Tensor, share: float = 0.99) -> None:
+    """At least `share` of `actual` equals float64 `exact` rounded to nearest even, and the rest is one unit away."""
+    apart = units_apart(actual.cpu(), round_float64(exact.cpu(), actual.dtype))
+    equal = (apart == 0).double().mean().item()
+    assert apart.max() <= 1, f"an element is {apart.max().item()} units in the last place away"
+    assert equal >= share, f"only {equal:.2%} are rounded to nearest even"
+
+
+def round_float64(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round float64 to bf16 or fp16 once, without stopping at float32 on the way.
+
+    Where float32 lands on a tie that float64 is not on, the float32 is moved off it towards the float64.
+    """
+    single = exact.float()
+    down, up = (torch.nextafter(single, torch.full_like(single, to)) for to in (-torch.inf, torch.inf))
+    odd = single.view(torch.int32) % 2 != 0
+    inexact = single.double() != exact
+    towards = torch.where(exact > single.double(), up, down)
+    return torch.where(inexact & ~odd, towards, single).to(dtype)
+
+
+def _ordinal(x: Tensor) -> Tensor:
+    bits = x.contiguous().view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)

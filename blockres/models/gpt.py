@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -246,21 +245,6 @@ def probe_depth(parts: list[GPT], probe: Callable[[int, Tensor], None]) -> Itera
     finally:
         for part in parts:
             part.depth_probe = None
-
-
-def even_split(num_sublayers: int, num_stages: int) -> list[int]:
-    """Sublayers of each stage, as even as they can be.
-
-    Raises:
-        ValueError: where a stage would have none.
-    """
-    if num_stages > num_sublayers:
-        raise ValueError(
-            f"{num_stages} pipeline stages (ranks × virtual stages) need at least as many sublayers, the model has "
-            f"{num_sublayers}: use at most {num_sublayers} stages, or more layers (each is two sublayers)"
-        )
-    bounds = [num_sublayers * stage // num_stages for stage in range(num_stages + 1)]
-    return [stop - start for start, stop in pairwise(bounds)]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockres.models.gpt import GPT, GPTConfig, _rotary_table, _rotate, even_split, next_token_loss, probe_depth
+from blockres.models.gpt import GPT, GPTConfig, _rotary_table, _rotate, next_token_loss, probe_depth
 
 SMALL = {"vocab_size": 17, "dim": 24, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "sublayers_per_block": 4}
 SPLITS = ([6], [3, 3], [1, 2, 3], [1, 1, 1, 1, 1, 1])  # blocks of 4: cuts inside a block, last block incomplete
@@ -140,11 +140,6 @@ def test_the_model_learns_to_repeat():
     assert any(p.count_nonzero() for name, p in whole.named_parameters() if name.endswith(".query"))
 
 
-@pytest.mark.parametrize(("sublayers", "stages", "expected"), [(6, 4, [1, 2, 1, 2]), (16, 4, [4] * 4), (2, 2, [1, 1])])
-def test_even_split(sublayers, stages, expected):
-    assert even_split(sublayers, stages) == expected
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -163,5 +158,3 @@ def test_impossible_shapes_are_refused(change, message):
 def test_parts_without_sublayers_are_refused():
     with pytest.raises(ValueError, match="start < stop <= 6, got start=3, stop=3"):
         GPT(GPTConfig(**SMALL), 3, 3)
-    with pytest.raises(ValueError, match="use at most 6 stages"):
-        even_split(6, 8)

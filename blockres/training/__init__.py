@@ -1,0 +1,1 @@
+"""What the command `python -m blockres.train` is made of."""

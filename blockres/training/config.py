@@ -1,0 +1,168 @@
+"""The command's flags."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from blockres.models.gpt import GPTConfig
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """The text and how it is cut.
+
+    Args:
+        data: a text file, read as bytes, or a .bin file of uint16 tokens; by default the prose of Python's own help
+            topics.
+        sequence_length: tokens in a sequence.
+        batch_size: sequences in a step, over all data-parallel replicas and microbatches.
+        validation_fraction: share of the data, at its end, that is held out.
+        eval_batches: validation batches that an evaluation reads; all by default.
+    """
+
+    data: Path | None = None
+    sequence_length: int = 256
+    batch_size: int = 16
+    validation_fraction: float = 0.1
+    eval_batches: int | None = None
+
+
+@dataclass(frozen=True)
+class ParallelFlags:
+    """How the model is spread over processes. The pipeline has (number of processes / dp_size) ranks.
+
+    Args:
+        dp_size: data-parallel replicas of the pipeline.
+        virtual_stages: pipeline stages on each rank; 1 for GPipe and 1F1B.
+        schedule: the pipeline schedule of torch.distributed.pipelining.
+        num_microbatches: parts that a replica's batch is cut into.
+        pipeline_dtype: of what travels between ranks; by default that of --dtype.
+        cache: keep received blocks on each rank and send only new ones; --no-cache sends everything at every hop.
+    """
+
+    dp_size: int = 1
+    virtual_stages: int = 2
+    schedule: Schedule = "Interleaved1F1B"
+    num_microbatches: int = 4
+    pipeline_dtype: Dtype | None = None
+    cache: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerFlags:
+    """AdamW with linear warm-up and cosine decay.
+
+    Args:
+        learning_rate: the highest, reached after the warm-up.
+        min_learning_rate: the last, at the end of the decay.
+        warmup_steps: steps of the warm-up.
+        weight_decay: of matrices; vectors (norms, queries, key weights) have none.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        clip_norm: the gradient over all stages is scaled down to this norm where it is longer.
+    """
+
+    learning_rate: float = 3e-3
+    min_learning_rate: float = 3e-4
+    warmup_steps: int = 40
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """The run itself.
+
+    Args:
+        steps: optimizer steps.
+        eval_interval: steps between evaluations; one more follows the last step.
+        out: directory of metrics, plots and the checkpoint.
+        seed: of the initial values and of the order of the data.
+        device: cpu or cuda; by default cuda where there is a GPU.
+        dtype: of the residual stream and the matrix products; parameters are at least float32.
+        num_threads: CPU threads of each process; by default the machine's cores, shared evenly.
+        timeout: seconds that a rank waits for another before it gives up.
+    """
+
+    steps: int = 300
+    eval_interval: int = 100
+    out: Path = Path("runs/blockres")
+    seed: int = 0
+    device: Literal["cpu", "cuda"] | None = None
+    dtype: Dtype = "float32"
+    num_threads: int | None = None
+    timeout: float = 300.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a small GPT with Block Attention Residuals over a pipeline of processes.
+
+    Start it with `torchrun --standalone --nproc-per-node N -m blockres.train`, or as one process without torchrun.
+    """
+
+    run: RunFlags = field(default_factory=RunFlags)
+    data: DataFlags = field(default_factory=DataFlags)
+    model: GPTConfig = field(default_factory=GPTConfig)
+    optimizer: OptimizerFlags = field(default_factory=OptimizerFlags)
+    parallel: ParallelFlags = field(default_factory=ParallelFlags)
+
+    def flags(self) -> dict[str, Any]:
+        """All flags by name, as JSON can carry them."""
+        groups = dataclasses.asdict(self).values()
+        flat = {name: value for group in groups for name, value in group.items()}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in flat.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.run.dtype)
+
+    @property
+    def pipeline_dtype(self) -> torch.dtype:
+        return getattr(torch, self.parallel.pipeline_dtype or self.run.dtype)
+
+    def check(self, world_size: int) -> None:
+        """Refuse what cannot work with `world_size` processes, before anything is built.
+
+        Raises:
+            ValueError: with the flags at fault and values that would work.
+        """
+        _check_positive(self)
+        if world_size % self.parallel.dp_size:
+            raise ValueError(
+                f"--dp-size must divide the number of processes, got {self.parallel.dp_size} and {world_size}"
+            )
+        num_stages = world_size // self.parallel.dp_size * self.parallel.virtual_stages
+        if num_stages > self.model.num_sublayers:
+            raise ValueError(
+                f"{num_stages} pipeline stages (ranks × --virtual-stages) need as many sublayers at least, the model "
+                f"has {self.model.num_sublayers}: lower --virtual-stages, or use --num-layers {-(-num_stages // 2)} or "
+                f"more (a layer is two sublayers)"
+            )
+        if not 0 < self.data.validation_fraction < 1:
+            raise ValueError(f"--validation-fraction must lie between 0 and 1, got {self.data.validation_fraction}")
+        pieces = self.parallel.dp_size * self.parallel.num_microbatches
+        if self.data.batch_size % pieces:
+            raise ValueError(
+                f"--batch-size must be a multiple of --dp-size × --num-microbatches = {pieces}, "
+                f"got {self.data.batch_size}; {-(-self.data.batch_size // pieces) * pieces} would do"
+            )
+
+
+def _check_positive(config: TrainConfig) -> None:
+    names = (
+        "steps", "eval_interval", "eval_batches", "num_threads", "timeout", "sequence_length", "batch_size",
+        "dp_size", "virtual_stages", "num_microbatches", "learning_rate", "clip_norm",
+    )  # fmt: skip
+    flags = config.flags()
+    for name in names:
+        if flags[name] is not None and not flags[name] > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {flags[name]}")

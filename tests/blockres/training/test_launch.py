@@ -1,0 +1,73 @@
+"""The agreement between ranks, played by threads that share one store."""
+
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from blockres.training import launch
+from blockres.training.launch import Launch, choose_device
+
+
+def ranks(count: int) -> list[Launch]:
+    store = dist.HashStore()
+    return [Launch(rank, count, rank, count, store) for rank in range(count)]
+
+
+def verdicts(facts: list[dict], problems: list[str | None]) -> list[str | None]:
+    with ThreadPoolExecutor(len(facts)) as pool:
+        return list(pool.map(Launch.agree, ranks(len(facts)), facts, problems))
+
+
+def test_equal_facts_are_agreed():
+    assert verdicts([{"steps": 3, "cache": True, "mlp_dim": None}] * 3, [None] * 3) == [None] * 3
+
+
+def test_every_rank_hears_which_facts_differ_and_where():
+    facts = [{"steps": 3, "cache": True}, {"steps": 4, "cache": True}, {"steps": 3, "cache": True}]
+    heard = verdicts(facts, [None] * 3)
+    assert heard == ["the ranks were started differently:\n  steps: 3 on ranks 0, 2, 4 on rank 1"] * 3
+
+
+def test_a_problem_of_one_rank_reaches_all_and_names_it():
+    assert verdicts([{}] * 2, [None, "no file"]) == ["rank 1: no file"] * 2
+    assert verdicts([{"a": 1}, {"a": 2}], ["no file", "no file"]) == ["no file"] * 2
+
+
+def test_a_rank_that_never_reports_is_named():
+    first, second, _ = ranks(3)
+    with mock.patch.multiple(launch, START_UP_SECONDS=0.2, FAREWELL_SECONDS=0.1), ThreadPoolExecutor(2) as pool:
+        heard = list(pool.map(lambda rank: rank.agree({}), (first, second)))
+    assert heard == ["rank 2 has not reported within 0 s: it has ended, or hangs"] * 2
+    with mock.patch.multiple(launch, START_UP_SECONDS=0.1, FAREWELL_SECONDS=0.1):
+        assert "rank 0 has not compared" in ranks(2)[1].agree({})
+        ranks(2)[0].farewell()
+
+
+def test_without_torchrun_the_process_is_alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    alone = Launch.find()
+    assert (alone.rank, alone.world_size, alone.local_world_size) == (0, 1, 1)
+    assert alone.agree({"steps": 1}) is None
+
+
+@pytest.mark.parametrize(("name", "gpus", "expected"), [("cpu", 2, "cpu"), (None, 0, "cpu"), (None, 2, "cuda:1")])
+def test_the_device_of_a_rank(name, gpus, expected):
+    with mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, device_count=lambda: gpus):
+        assert choose_device(name, ranks(2)[1]) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "message"),
+    [
+        (None, 1, r"2 processes on a machine with 1 GPU: .*--nproc-per-node 1.*--device cpu"),
+        ("cuda", 0, "sees no GPU"),
+    ],
+)
+def test_impossible_devices_get_the_way_out(name, gpus, message):
+    cuda = mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, device_count=lambda: gpus)
+    with cuda, pytest.raises(ValueError, match=message):
+        choose_device(name, ranks(2)[0])

@@ -27,6 +27,9 @@ class AttnRes(nn.Module):
         key_weight: False leaves out the learned weight of the key norm.
     """
 
+    query: Tensor
+    key_weight: Tensor | None
+
     def __init__(
         self,
         dim: int,
@@ -58,7 +61,7 @@ class AttnRes(nn.Module):
         out_dtype: torch.dtype | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Aggregate N sources `[..., D]` as `blockres.attn_res` does, with `norm` (`nn.RMSNorm` or `(weight, eps)`) fused."""
+        """Aggregate N sources `[..., D]` as `blockres.attn_res` does; `norm`, `nn.RMSNorm` or `(weight, eps)`, is fused."""
         norm_weight, norm_eps = _norm_arguments(norm, self.dim, sources[0].dtype)
         return attn_res(
             sources,
@@ -79,7 +82,7 @@ class AttnRes(nn.Module):
 class BlockAttnRes(nn.Module):
     """The residual stream of a network, or of one pipeline stage of it, with Block Attention Residuals.
 
-    It owns the aggregations of sublayers `start … stop - 1`, and the final one where `stop == num_sublayers`, under the
+    It owns the aggregations of sublayers `start … stop - 1`, and the final one at the end of the network, under the
     name of their **global** index: `aggregations.{index}.query`. A checkpoint written under one split into stages
     therefore loads under any other.
 
@@ -88,6 +91,8 @@ class BlockAttnRes(nn.Module):
         num_sublayers: L of the whole network; an attention and an MLP are two sublayers.
         sublayers_per_block: S. 1 is full AttnRes; None is the standard residual: no parameters, no cost.
         start, stop: the sublayers that this part of the network runs; all by default.
+        final: whether this part ends the network and owns the final aggregation; by default where `stop` is
+            `num_sublayers`. To be given where the last stage has no sublayer, since two stages then stop there.
         eps, scale, key_weight: as in `AttnRes`.
 
     Raises:
@@ -102,6 +107,7 @@ class BlockAttnRes(nn.Module):
         *,
         start: int = 0,
         stop: int | None = None,
+        final: bool | None = None,
         eps: float = 1e-6,
         scale: float = 1.0,
         key_weight: bool = True,
@@ -122,9 +128,12 @@ class BlockAttnRes(nn.Module):
                 f"a part runs sublayers start … stop - 1 with 0 <= start <= stop <= {num_sublayers}, "
                 f"got start={start}, stop={stop}"
             )
+        final = stop == num_sublayers if final is None else final
+        if final and stop != num_sublayers:
+            raise ValueError(f"the final part stops at sublayer {num_sublayers}, got final=True with stop={stop}")
         self.dim, self.num_sublayers, self.sublayers_per_block = dim, num_sublayers, sublayers_per_block
         self.start, self.stop = start, stop
-        owned = () if sublayers_per_block is None else range(start, stop + (stop == num_sublayers))
+        owned = () if sublayers_per_block is None else range(start, stop + final)
         self.aggregations = nn.ModuleDict(
             {
                 str(index): AttnRes(dim, eps=eps, scale=scale, key_weight=key_weight, device=device, dtype=dtype)
@@ -262,7 +271,9 @@ class BlockStream(_Stream):
                 f"this part of the network runs sublayers {self._residual.start} … {self._residual.stop - 1} and does "
                 f"not own aggregation {index}: hand `state()` to the next part, which does"
             )
-        return self._residual.aggregations[index]
+        aggregation = self._residual.aggregations[index]
+        assert isinstance(aggregation, AttnRes)
+        return aggregation
 
     def _readable(self) -> list[Tensor]:
         return self._sources if self._partial is None else [*self._sources, self._partial]

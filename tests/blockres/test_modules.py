@@ -1,0 +1,233 @@
+"""The residual stream against the definition, walked sublayer by sublayer with `blockres.reference`."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from blockres import reference
+from blockres.modules import AttnRes, BlockAttnRes
+
+DIM, TOKENS = 12, 5
+
+
+def network(num_sublayers, sublayers_per_block, *, dtype=torch.float64, **options):
+    """A residual with random parameters (zero queries would hide every mistake in a score), sublayers and norms."""
+    residual = BlockAttnRes(DIM, num_sublayers, sublayers_per_block, dtype=dtype, **options)
+    for parameter in residual.parameters():
+        nn.init.normal_(parameter)
+    sublayers = [nn.Linear(DIM, DIM, dtype=dtype) for _ in range(num_sublayers)]
+    norms = [nn.RMSNorm(DIM, eps=1e-5, dtype=dtype) for _ in range(num_sublayers + 1)]
+    for norm in norms:
+        nn.init.normal_(norm.weight)
+    return residual, sublayers, norms
+
+
+def walk_definition(residual, sublayers, norms, embedding):
+    """Section "Definitions" of the mathematics, one aggregation after the other; returns every aggregation's output."""
+    size = residual.sublayers_per_block
+    completed, partial, read = [embedding], None, []
+
+    def aggregate(index):
+        sources = completed if partial is None else [*completed, partial]
+        parameters = residual.aggregations[str(index)]
+        return reference.attn_res(
+            sources,
+            parameters.query,
+            parameters.key_weight,
+            norm_weight=norms[index].weight,
+            norm_eps=norms[index].eps,
+        )
+
+    for index, sublayer in enumerate(sublayers):
+        read.append(aggregate(index))
+        update = sublayer(read[-1])
+        partial = update if partial is None else partial + update
+        if (index + 1) % size == 0:
+            completed, partial = [*completed, partial], None
+    return [*read, aggregate(len(sublayers))]
+
+
+def run_stream(stream, sublayers, norms):
+    read = []
+    for sublayer, norm in zip(sublayers, norms, strict=True):
+        read.append(stream.read(norm))
+        stream.write(sublayer(read[-1]))
+    return read
+
+
+def assert_same_gradients(outputs, expected, inputs):
+    weights = [torch.randn_like(out) for out in expected]
+    got = torch.autograd.grad(outputs, inputs, weights, allow_unused=True, materialize_grads=True)
+    want = torch.autograd.grad(expected, inputs, weights, allow_unused=True, materialize_grads=True)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("num_sublayers", "size"), [(1, 1), (5, 1), (6, 2), (7, 3), (8, 4), (4, 6), (3, 3)])
+@pytest.mark.parametrize("key_weight", [True, False])
+def test_stream_equals_the_definition(num_sublayers, size, key_weight):
+    residual, sublayers, norms = network(num_sublayers, size, key_weight=key_weight)
+    embedding = torch.randn(2, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    stream = residual.stream(embedding)
+    got = run_stream(stream, sublayers, norms[:-1])
+    got.append(stream.read(norms[-1]))
+    expected = walk_definition(residual, sublayers, norms, embedding)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    modules = nn.ModuleList([residual, *sublayers, *norms])
+    assert_same_gradients(got, expected, [embedding, *modules.parameters()])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, None])
+@pytest.mark.parametrize("cuts", [[2, 3], [0, 5], [1, 1], [4, 7]])
+def test_a_network_split_anywhere_is_the_same_network(size, cuts):
+    num_sublayers = 7
+    residual, sublayers, norms = network(num_sublayers, size)
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    whole = residual.stream(embedding)
+    expected = run_stream(whole, sublayers, norms[:-1])
+    expected.append(whole.read(norms[-1]))
+
+    bounds = [0, *cuts, num_sublayers]
+    got, stream, parts = [], None, []
+    for start, stop in itertools.pairwise(bounds):
+        final = len(parts) == len(cuts)
+        part = BlockAttnRes(DIM, num_sublayers, size, start=start, stop=stop, final=final, dtype=torch.float64)
+        part.load_state_dict({name: residual.state_dict()[name] for name in part.state_dict()})
+        parts.append(part)
+        if stream is None:
+            stream = part.stream(embedding)
+        else:
+            sources, partial = stream.state()
+            stream = part.stream(sources=sources, partial=partial)
+        got += run_stream(stream, sublayers[start:stop], norms[start:stop])
+    got.append(stream.read(norms[-1]))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+    names = [name for part in parts for name, _ in part.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in residual.named_parameters())
+    own = [embedding, *(p for s in sublayers for p in s.parameters())]
+    assert_same_gradients(got, expected, own)
+
+
+def test_state_names_sources_and_partial():
+    residual, _, _ = network(6, 2)
+    stream = residual.stream(torch.randn(TOKENS, DIM, dtype=torch.float64))
+    held = [(1, False)]
+    for _ in range(6):
+        stream.write(stream.read())
+        sources, partial = stream.state()
+        held.append((len(sources), partial is not None))
+    assert held == [(1, False), (1, True), (2, False), (2, True), (3, False), (3, True), (4, False)]
+
+
+def test_the_start_is_a_uniform_average():
+    residual = BlockAttnRes(DIM, 4, 2)
+    assert all((a.query == 0).all() and (a.key_weight == 1).all() for a in residual.aggregations.values())
+    embedding, outputs = torch.randn(TOKENS, DIM), [torch.randn(TOKENS, DIM) for _ in range(4)]
+    stream = residual.stream(embedding)
+    torch.testing.assert_close(stream.read(), embedding)
+    for update in outputs:
+        stream.read()
+        stream.write(update)
+    blocks = [embedding, outputs[0] + outputs[1], outputs[2] + outputs[3]]
+    torch.testing.assert_close(stream.read(), sum(blocks) / 3)
+
+
+def test_weights_are_those_of_the_next_read():
+    residual, sublayers, _ = network(5, 2)
+    stream = residual.stream(torch.randn(TOKENS, DIM, dtype=torch.float64))
+    for sublayer in sublayers:
+        weights = stream.weights()
+        sources, partial = stream.state()
+        readable = torch.stack(sources if partial is None else (*sources, partial))
+        read = stream.read()
+        torch.testing.assert_close(torch.einsum("nt,ntd->td", weights, readable), read)
+        stream.write(sublayer(read))
+
+
+def test_standard_residual_has_no_parameters_and_adds():
+    residual = BlockAttnRes(DIM, 3, None)
+    assert not list(residual.parameters())
+    x = torch.randn(TOKENS, DIM)
+    norm = nn.RMSNorm(DIM, eps=1e-5)
+    stream = residual.stream(x)
+    for _ in range(3):
+        torch.testing.assert_close(stream.read(norm), norm(x))
+        x = x + norm(x)
+        stream.write(stream.read(norm))
+    torch.testing.assert_close(stream.read(), x)
+    assert stream.state()[0] == ()
+
+
+@pytest.mark.parametrize("size", [2, 3, None])
+def test_float32_stream_with_bfloat16_sublayers(size):
+    residual = BlockAttnRes(DIM, 5, size)
+    norms = [nn.RMSNorm(DIM, eps=1e-6) for _ in range(5)]
+    sublayers = [nn.Linear(DIM, DIM, dtype=torch.bfloat16) for _ in range(5)]
+    stream = residual.stream(torch.randn(TOKENS, DIM, requires_grad=True))
+    for sublayer, norm in zip(sublayers, norms, strict=True):
+        read = stream.read(norm, out_dtype=torch.bfloat16)
+        assert read.dtype == torch.bfloat16
+        stream.write(sublayer(read))
+    sources, partial = stream.state()
+    assert all(t.dtype == torch.float32 for t in (*sources, *([] if partial is None else [partial])))
+    stream.read().sum().backward()
+    assert all(p.grad is not None for p in residual.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 2, None])
+def test_modules_copy_and_pickle(size):
+    residual, sublayers, _ = network(4, size)
+    x = torch.randn(TOKENS, DIM, dtype=torch.float64)
+    expected = residual(x, sublayers)
+    for twin in (copy.deepcopy(residual), pickle.loads(pickle.dumps(residual))):
+        torch.testing.assert_close(twin(x, sublayers), expected, rtol=0, atol=0)
+
+
+def test_forward_with_norms_is_the_stream_with_norms():
+    residual, sublayers, norms = network(4, 2)
+    x = torch.randn(TOKENS, DIM, dtype=torch.float64)
+    stream = residual.stream(x)
+    run_stream(stream, sublayers, norms[:-1])
+    torch.testing.assert_close(residual(x, sublayers, norms[:-1]), stream.read(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: BlockAttnRes(8, 4, 0), "sublayers_per_block must be at least 1"),
+        (lambda: BlockAttnRes(0, 4, 2), "dim and num_sublayers must be at least 1"),
+        (lambda: BlockAttnRes(8, 4, 2, start=3, stop=2), "start=3, stop=2"),
+        (lambda: BlockAttnRes(8, 4, 2, stop=5), "stop=5"),
+        (lambda: BlockAttnRes(8, 4, 2, stop=3, final=True), "final=True with stop=3"),
+        (lambda: BlockAttnRes(8, 4, 2).stream(), "either the embedding, or the sources"),
+        (lambda: BlockAttnRes(8, 4, 2, start=3).stream(torch.ones(1, 8)), "2 sources and a partial, got 1 and no"),
+        (lambda: BlockAttnRes(8, 4, None).stream(sources=[torch.ones(1, 8)]), "standard residual stream is rebuilt"),
+        (lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 3), "has 4 sublayers, got 3"),
+        (lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 5), "all of its sublayers"),
+        (lambda: BlockAttnRes(8, 4, 2).stream(torch.ones(1, 8)).write(torch.ones(2, 8)), r"wrote \(2, 8\)"),
+        (lambda: AttnRes(8)([torch.ones(1, 8)], norm=nn.RMSNorm(4)), r"has a weight \[8\]"),
+        (lambda: AttnRes(8)([torch.ones(1, 8)], norm=nn.RMSNorm(8, elementwise_affine=False)), r"has a weight \[8\]"),
+    ],
+)
+def test_mistakes_are_explained(act, message):
+    with pytest.raises(ValueError, match=message):
+        act()
+
+
+def test_another_norm_is_refused():
+    with pytest.raises(TypeError, match="LayerNorm"):
+        AttnRes(8)([torch.ones(1, 8)], norm=nn.LayerNorm(8))
+
+
+def test_a_part_without_the_next_aggregation_says_who_has_it():
+    residual = BlockAttnRes(8, 4, 2, stop=2)
+    stream = residual.stream(torch.ones(1, 8))
+    for _ in range(2):
+        stream.write(stream.read())
+    with pytest.raises(ValueError, match="does not own aggregation 2"):
+        stream.read()

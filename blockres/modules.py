@@ -61,7 +61,7 @@ class AttnRes(nn.Module):
         out_dtype: torch.dtype | None = None,
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Aggregate N sources `[..., D]` as `blockres.attn_res` does; `norm`, `nn.RMSNorm` or `(weight, eps)`, is fused."""
+        """Aggregate N sources `[..., D]`, see `blockres.attn_res`, with an `nn.RMSNorm` or `(weight, eps)` fused."""
         norm_weight, norm_eps = _norm_arguments(norm, self.dim, sources[0].dtype)
         return attn_res(
             sources,

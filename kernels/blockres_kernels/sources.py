@@ -1,4 +1,4 @@
-"""How a kernel receives sources: a tuple of pointers and, beside it, two tuples of strides.
+"""How a kernel receives sources: a tuple of pointers and, beside it, the strides of their rows.
 
     token t of source j starts at  pointers[j] + (t // inner) * outer_strides[j] + (t % inner) * row_strides[j]
 
@@ -6,12 +6,17 @@
 they are: rows may be padded, strided, expanded (stride 0), overlapping, or the same storage twice. All sources of a
 launch share `inner`, so that a program divides once a token and not once a source.
 
+In a launcher `kernel[grid](rows_of(sources).argument(bucket), ...)`, in the kernel
+
+    place = locate(sources, token)
+    pointer = row_pointer(sources, j, place)
+
 Nothing here makes a kernel compile again:
 
 - the tuples are padded to a bucket of the number of sources (`launch.bucket`); the number itself is an argument;
 - Triton specialises the integers inside a tuple on their value (1), on their divisibility (by 16) and on their width
   (32 or 64 bits), and `do_not_specialize` does not reach into a tuple. Strides are therefore passed as
-  `16 * (stride + 2**40)`, for which all three are constant, and decoded by `row_pointer`;
+  `16 * (stride + 2**40)`, for which all three are constant;
 - what the kernel needs to know of alignment, and no more, is one constant: the largest power of two up to 16 bytes
   that divides every row's address.
 
@@ -23,6 +28,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -31,6 +37,16 @@ from torch import Tensor
 
 STRIDE_BIAS = tl.constexpr(1 << 40)
 MAX_ROWS = 2**31 - 2**24  # a token's index is an int32, and a loop over tokens may step past the last one
+
+
+class RowsArgument(NamedTuple):
+    """`Rows` as a kernel takes them: integers encoded, `alignment` in bytes a constant."""
+
+    pointers: tuple[Tensor, ...]
+    inner: int
+    outer_strides: tuple[int, ...]
+    row_strides: tuple[int, ...]
+    alignment: tl.constexpr
 
 
 @dataclass(frozen=True)
@@ -54,12 +70,15 @@ class Rows:
         strides = (size * stride for stride in self.outer_strides + self.row_strides)
         return math.gcd(16, *strides, *(x.data_ptr() for x in self.tensors))
 
-    def pointers(self, bucket: int) -> tuple[Tensor, ...]:
-        return padded(self.tensors, bucket)
-
-    def strides(self, bucket: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Encoded outer and row strides, each padded to `bucket`."""
-        return _encoded(padded(self.outer_strides, bucket)), _encoded(padded(self.row_strides, bucket))
+    def argument(self, bucket: int = 1) -> RowsArgument:
+        """What is passed to a kernel that is compiled for `bucket` tensors."""
+        return RowsArgument(
+            padded(self.tensors, bucket),
+            _encoded(self.inner),
+            tuple(map(_encoded, padded(self.outer_strides, bucket))),
+            tuple(map(_encoded, padded(self.row_strides, bucket))),
+            tl.constexpr(self.alignment),
+        )
 
     def group(self, start: int, stop: int) -> "Rows":
         part = slice(start, stop)
@@ -106,6 +125,30 @@ def rows_or_copy(x: Tensor) -> Rows:
         return rows_of([x.contiguous()])
 
 
+class Tile(NamedTuple):
+    """A row of `dim` elements as `len(chunks)` pieces of `width` (a power of two), of which the last may stick out.
+
+    In a kernel a row is a tuple of [width] tensors; `[f(row[c]) for c in tile.chunks]` maps over it.
+    """
+
+    dim: int
+    width: int
+    chunks: tuple[int, ...]
+
+
+def tile_of(dim: int, width: int) -> Tile:
+    return Tile(dim, width, tuple(range(-(-dim // width))))
+
+
+_Constants = TypeVar("_Constants", bound=tuple)
+
+
+def constants(values: _Constants) -> _Constants:
+    """A NamedTuple as a kernel takes it when its fields are compile-time constants."""
+    wrapped = (tuple(map(tl.constexpr, v)) if isinstance(v, tuple) else tl.constexpr(v) for v in values)
+    return type(values)(*wrapped)
+
+
 def padded(values: Sequence, bucket: int) -> tuple:
     """`values` repeated from its first element up to `bucket` elements; a kernel never touches the added ones."""
     return (*values, *(values[0],) * (bucket - len(values)))
@@ -134,13 +177,43 @@ def _one_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     return kept[-1][1] if kept else 0
 
 
-def _encoded(strides: Sequence[int]) -> tuple[int, ...]:
-    return tuple(16 * (stride + STRIDE_BIAS.value) for stride in strides)
+def _encoded(number: int) -> int:
+    return 16 * (number + STRIDE_BIAS.value)
 
 
 @triton.jit
-def row_pointer(base, outer_stride, row_stride, outer_index, inner_index, ALIGNMENT: tl.constexpr):
-    """Where a row starts: `outer_index = token // inner`, `inner_index = token % inner`, strides as encoded above."""
-    outer = (outer_stride >> 4) - STRIDE_BIAS
-    row = (row_stride >> 4) - STRIDE_BIAS
-    return tl.multiple_of(base + (outer_index.to(tl.int64) * outer + inner_index.to(tl.int64) * row), ALIGNMENT)
+def _decoded(number):
+    return (number >> 4) - STRIDE_BIAS
+
+
+@triton.jit
+def locate(rows, token):
+    """Where to look for a token's row: the index before the cut and the one after it, int64."""
+    inner = _decoded(rows.inner).to(tl.int32)
+    return (token // inner).to(tl.int64), (token % inner).to(tl.int64)
+
+
+@triton.jit
+def row_pointer(rows, j: tl.constexpr, place):
+    """The address of the first element of source j's row at `place`."""
+    offset = place[0] * _decoded(rows.outer_strides[j]) + place[1] * _decoded(rows.row_strides[j])
+    return tl.multiple_of(rows.pointers[j] + offset, rows.alignment)
+
+
+@triton.jit
+def load_row(pointer, tile, present=True):
+    """A row that starts at `pointer`; zero beyond its end, and everywhere unless `present`, where nothing is read."""
+    lanes = tl.arange(0, tile.width)
+    return [
+        tl.load(pointer + c * tile.width + lanes, mask=(lanes < tile.dim - c * tile.width) & present, other=0.0)
+        for c in tile.chunks
+    ]
+
+
+@triton.jit
+def store_row(pointer, row, tile, wanted=True):
+    """Round a row to the dtype of what `pointer` points at and store it, where `wanted`."""
+    lanes = tl.arange(0, tile.width)
+    for c in tl.static_range(len(tile.chunks)):
+        mask = (lanes < tile.dim - c * tile.width) & wanted
+        tl.store(pointer + c * tile.width + lanes, row[c].to(pointer.dtype.element_ty), mask=mask)

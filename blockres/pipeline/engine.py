@@ -1,0 +1,82 @@
+"""What `BlockResStage` relies on in PyTorch's pipelining engine, checked when it is imported.
+
+Some of these members are private to PyTorch, so another version may have moved them. Then the import fails and says
+what is missing, where a run would hang or train on wrong gradients.
+"""
+
+import inspect
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+TESTED_TORCH = "2.13.x to 2.14.x"
+
+# The overridden or called methods, with their parameters after `self`.
+METHODS = {
+    "_warmup_forward_vote": ("has_backward", "received_acc"),
+    "_setup_forward_recv_info": ("num_microbatches", "has_backward"),
+    "_create_grad_recv_info": ("act_send_info",),
+    "_retrieve_recv_grads": ("bwd_chunk_id",),
+    "forward_maybe_with_nosync": ("args", "kwargs"),
+    "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
+    "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward", "last_backward"),
+    "backward_weight_one_chunk": ("bwd_chunk_id", "last_backward"),
+    "get_fwd_recv_ops": ("fwd_chunk_id",),
+    "get_fwd_send_ops": ("fwd_chunk_id",),
+    "get_bwd_recv_ops": ("bwd_chunk_id",),
+    "get_bwd_send_ops": ("bwd_chunk_id",),
+    "get_local_bwd_output": ("mb_index",),
+    "set_local_fwd_input": ("prev_stage_outputs", "mb_index"),
+    "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
+    "clear_runtime_states": (),
+    "perform_reduce_grad": ("grad_scale_factor",),
+}
+
+# What the constructors assign.
+ATTRIBUTES = (
+    "submod",
+    "stage_index",
+    "num_stages",
+    "device",
+    "group",
+    "group_rank",
+    "group_size",
+    "has_backward",
+    "stage_index_to_group_rank",
+    "args_recv_info",
+    "output_chunks",
+    "fwd_cache",
+    "bwd_cache",
+    "backward_state",
+    "dw_runner",
+    "_runtime_validate",
+    "_stage_meta",
+)
+
+
+def check_engine(stage_class: type = PipelineStage) -> None:
+    """Raise ImportError where the engine lacks a member that blockres overrides, or has it with other parameters."""
+    complaints = [complaint for name in METHODS if (complaint := _complaint(stage_class, name))]
+    constructors = [vars(base).get("__init__") for base in stage_class.__mro__]
+    assigned = {
+        name
+        for constructor in constructors
+        if inspect.isfunction(constructor)
+        for name in constructor.__code__.co_names
+    }
+    complaints += [f"the attribute {name} is missing" for name in ATTRIBUTES if name not in assigned]
+    if complaints:
+        raise ImportError(
+            f"blockres.pipeline is tested with torch {TESTED_TORCH} and cannot use the pipelining engine of torch "
+            f"{torch.__version__}: {'; '.join(complaints)}. Install a tested torch; the rest of blockres works without."
+        )
+
+
+def _complaint(stage_class: type, name: str) -> str | None:
+    method = getattr(stage_class, name, None)
+    if method is None:
+        return f"{stage_class.__name__}.{name} is missing"
+    parameters = tuple(inspect.signature(method).parameters)[1:]
+    if parameters != METHODS[name]:
+        return f"{stage_class.__name__}.{name} takes {parameters}, expected {METHODS[name]}"
+    return None

@@ -1,0 +1,271 @@
+"""PyTorch's pipeline schedules by name: what each asks for, checked beforehand, and built so that a step cleans up."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from blockres.pipeline.routing import Placement
+from blockres.pipeline.stage import BlockResStage
+from blockres.pipeline.wire import lost_neighbour, wait_all
+
+LossFunction = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ScheduleRules:
+    """What a schedule asks for.
+
+    Attributes:
+        placement: of the stages on the ranks.
+        virtual_stages: the number of stages per rank, or None where any will do.
+        in_rounds: microbatches go through in M // P rounds (at least one) of equal size.
+        one_microbatch_per_stage: at least as many microbatches as there are stages.
+    """
+
+    placement: Placement = "loop"
+    virtual_stages: int | None = None
+    in_rounds: bool = False
+    one_microbatch_per_stage: bool = False
+
+
+SCHEDULES = {
+    "GPipe": ScheduleRules(virtual_stages=1),
+    "1F1B": ScheduleRules(virtual_stages=1, one_microbatch_per_stage=True),
+    "Interleaved1F1B": ScheduleRules(in_rounds=True),
+    "LoopedBFS": ScheduleRules(),
+    "InterleavedZeroBubble": ScheduleRules(in_rounds=True),
+    "ZBVZeroBubble": ScheduleRules(placement="v", virtual_stages=2),
+    "DualPipeV": ScheduleRules(placement="v", virtual_stages=2, one_microbatch_per_stage=True),
+}
+
+
+def schedule_placement(name: str) -> Placement:
+    """Where a schedule wants the stages: "loop" or "v", for `BlockRouting`. ValueError for an unknown name."""
+    return _rules(name).placement
+
+
+def check_schedule(name: str, pp_size: int, virtual_stages: int, n_microbatches: int) -> None:
+    """Raise ValueError where a schedule cannot run these numbers of ranks, stages per rank and microbatches."""
+    rules = _rules(name)
+    if n_microbatches < 1:
+        raise ValueError(f"there must be at least 1 microbatch, got {n_microbatches}")
+    if virtual_stages < 1 or rules.virtual_stages not in (None, virtual_stages):
+        raise ValueError(
+            f"{name} runs exactly {rules.virtual_stages or 'one or more'} stages on each rank, got {virtual_stages} "
+            "virtual stages"
+        )
+    least = pp_size * virtual_stages if rules.one_microbatch_per_stage else 1
+    if n_microbatches < least:
+        raise ValueError(
+            f"{name} needs at least as many microbatches as stages: {n_microbatches} microbatches, "
+            f"{pp_size} ranks × {virtual_stages} = {least} stages"
+        )
+    if rules.in_rounds and not _fills_rounds(n_microbatches, pp_size):
+        below, above = (_nearest(n_microbatches, pp_size, step) for step in (-1, 1))
+        raise ValueError(
+            f"{name} on {pp_size} ranks sends the microbatches through in {n_microbatches // pp_size} rounds of equal "
+            f"size, but {n_microbatches} microbatches do not divide by that; {below} or {above} would, and so does any "
+            f"multiple of {pp_size}"
+        )
+
+
+def build_schedule(
+    name: str,
+    stages: Sequence[BlockResStage],
+    n_microbatches: int,
+    loss_fn: LossFunction | None = None,
+    **options: Any,
+) -> Any:
+    """One of `torch.distributed.pipelining`'s schedules over this rank's stages.
+
+    Beyond PyTorch's own, a step that fails leaves neither the stages, the cache nor the schedule half-run behind, the
+    loss of a neighbouring rank is said in words, and `eval` works under every schedule, where PyTorch's does not when
+    adjacent stages share a rank.
+
+    Args:
+        name: a key of `SCHEDULES`.
+        stages: all of this rank's stages, in model order.
+        n_microbatches: into which `step` and `eval` divide a batch.
+        loss_fn: `(output, target) -> loss`, a mean over the microbatch; None for a pipeline that only evaluates.
+        options: passed to the schedule, `scale_grads` for one.
+
+    Raises:
+        ValueError: as `check_schedule`, or where the stages are placed otherwise than the schedule asks for.
+    """
+    routing = stages[0].routing
+    check_schedule(name, routing.pp_size, len(stages), n_microbatches)
+    if routing.pp_size > 1 and routing.num_stages > routing.pp_size and routing.placement != schedule_placement(name):
+        raise ValueError(
+            f"{name} places stages {schedule_placement(name)!r}, the stages' routing {routing.placement!r}; build the "
+            f"routing with placement={schedule_placement(name)!r}"
+        )
+    for stage in stages:
+        stage.extra_settings = {"schedule": name, "n_microbatches": n_microbatches}
+    base = get_schedule_class(name)
+    schedule_class = type(base.__name__, (_Careful, base), {"__doc__": base.__doc__})
+    first = stages[0] if issubclass(base, PipelineScheduleSingle) else list(stages)
+    schedule = schedule_class(first, n_microbatches, loss_fn, **options)
+    schedule.block_stages = list(stages)
+    return schedule
+
+
+def evaluate(
+    stages: Sequence[BlockResStage],
+    n_microbatches: int,
+    *args: Any,
+    target: Tensor | None = None,
+    loss_fn: LossFunction | None = None,
+    losses: list[Tensor] | None = None,
+    return_outputs: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Forward only, without a schedule: each of the rank's stages runs all microbatches, in model order.
+
+    Works under V placement and where one rank has all stages. (With several stages per rank in a loop of GPUs, use the
+    schedule's `eval`: there two neighbours could each wait for the other.)
+
+    Args:
+        args, kwargs: the first stage's input, a whole batch; ignored elsewhere.
+        target, loss_fn, losses: where given, the rank with the last stage fills `losses`, one per microbatch.
+
+    Returns:
+        The whole batch's output on the rank with the last stage, elsewhere None.
+    """
+    stages = sorted(stages, key=lambda stage: stage.stage_index)
+    inputs, options = _split(args, kwargs, n_microbatches)
+    targets = None if target is None else target.tensor_split(n_microbatches)
+    outputs, found = [], []
+    try:
+        with torch.no_grad():
+            for microbatch, output in _run_forward(stages, inputs, options):
+                if return_outputs:
+                    outputs.append(output)
+                if loss_fn is not None and targets is not None:
+                    found.append(loss_fn(output, targets[microbatch]))
+    except BaseException:
+        for stage in stages:
+            stage.start_over()
+        raise
+    if losses is not None and stages[-1].is_last:
+        losses[:] = found
+    return torch.cat(outputs) if outputs else None
+
+
+class _Careful:
+    """Mixed into a schedule class: a step cleans up after a failure, and an evaluation always works."""
+
+    block_stages: list[BlockResStage]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().step(*args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            self._start_over()
+            if lost_neighbour(error):
+                rank, neighbours = _neighbours(self.block_stages)
+                raise RuntimeError(
+                    f"pipeline rank {rank} lost one of its neighbours, rank {neighbours}, in the middle of a step; the "
+                    "cause is in what that rank printed last"
+                ) from error
+            raise
+
+    def eval(self, *args: Any, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        """Forward only, without autograd; arguments and result as those of PyTorch's `eval`."""
+        with torch.no_grad():
+            if not self.block_stages[0].routing.has_local_hops:
+                return super().eval(*args, target=target, losses=losses, **kwargs)  # type: ignore[misc]
+            kwargs.pop("return_outputs", None)
+            return evaluate(
+                self.block_stages,
+                self._n_microbatches,  # type: ignore[attr-defined]
+                *args,
+                target=target,
+                loss_fn=self._loss_fn,  # type: ignore[attr-defined]
+                losses=losses,
+                **kwargs,
+            )
+
+    def _start_over(self) -> None:
+        for stage in self.block_stages:
+            stage.start_over()
+        for leftovers in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops"):
+            getattr(self, leftovers, []).clear()
+
+
+def _run_forward(
+    stages: Sequence[BlockResStage], inputs: Sequence[tuple[Any, ...]], options: Sequence[dict[str, Any]]
+) -> Iterator[tuple[int, Tensor]]:
+    """The model's outputs by microbatch, on the rank that has them."""
+    for stage in stages:
+        stage.begin_evaluation(len(inputs))
+    for chain in _chains(stages):
+        for microbatch, (args, kwargs) in enumerate(zip(inputs, options, strict=True)):
+            output = _run_chain(chain, microbatch, args, kwargs)
+            if chain[-1].is_last:
+                yield microbatch, output
+    for stage in stages:
+        stage.finish_sends()
+
+
+def _run_chain(
+    chain: Sequence[BlockResStage], microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """One microbatch through stages that follow each other on one rank."""
+    wait_all(chain[0].get_fwd_recv_ops(microbatch))
+    output = chain[0].forward_one_chunk(microbatch, args, kwargs, save_forward_output=False)
+    for stage in chain[1:]:
+        stage.set_local_fwd_input(output, microbatch)
+        output = stage.forward_one_chunk(microbatch, (), kwargs, save_forward_output=False)
+    wait_all(chain[-1].get_fwd_send_ops(microbatch))
+    return output
+
+
+def _chains(stages: Sequence[BlockResStage]) -> list[list[BlockResStage]]:
+    """The rank's stages, those that follow each other directly put together."""
+    chains: list[list[BlockResStage]] = []
+    for stage in stages:
+        if chains and chains[-1][-1].stage_index == stage.stage_index - 1:
+            chains[-1].append(stage)
+        else:
+            chains.append([stage])
+    return chains
+
+
+def _split(
+    args: tuple[Any, ...], kwargs: dict[str, Any], n_microbatches: int
+) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
+    if not args and not kwargs:
+        return [()] * n_microbatches, [{}] * n_microbatches
+    return split_args_kwargs_into_chunks(args, kwargs, n_microbatches)
+
+
+def _neighbours(stages: Sequence[BlockResStage]) -> tuple[int, str]:
+    routing, own = stages[0].routing, stages[0].group_rank
+    reached = {
+        routing.rank_of(other)
+        for stage in stages
+        for other in (stage.stage_index - 1, stage.stage_index + 1)
+        if 0 <= other < routing.num_stages
+    }
+    return own, " or ".join(str(rank) for rank in sorted(reached - {own}))
+
+
+def _rules(name: str) -> ScheduleRules:
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown pipeline schedule {name!r}; there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def _fills_rounds(n_microbatches: int, pp_size: int) -> bool:
+    return n_microbatches % max(1, n_microbatches // pp_size) == 0
+
+
+def _nearest(n_microbatches: int, pp_size: int, step: int) -> int:
+    while not _fills_rounds(n_microbatches, pp_size):
+        n_microbatches += step
+    return n_microbatches

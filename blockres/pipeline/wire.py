@@ -1,0 +1,261 @@
+"""What travels between pipeline ranks: payloads in one dtype, a header with each forward hop, a start-up agreement.
+
+A forward hop is one int64 header and the state of the residual stream: sources in order, then the partial sum. Every
+floating tensor on the wire has the wire dtype, in both directions, whatever the dtype of the tensor or of its gradient.
+Where that means a cast, all tensors of a hop travel in one contiguous buffer; where it does not, each travels as it is
+and nothing is copied. Both ends know the format from their settings alone, and agree on those before the first send.
+Nothing on the wire is ever unpickled.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Shape = Sequence[int]
+
+
+def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """All elements of some tensors, in order, in one contiguous one-dimensional buffer of `dtype`."""
+    buffer = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
+    start = 0
+    for tensor in tensors:
+        buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+        start += tensor.numel()
+    return buffer
+
+
+def unpack(buffer: Tensor, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Undo `pack`: tensors of the given shapes and dtypes, views of the buffer where no cast is needed."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    pieces = buffer.split(sizes)
+    return [piece.view(*shape).to(dtype) for piece, shape, dtype in zip(pieces, shapes, dtypes, strict=True)]
+
+
+@dataclass(frozen=True)
+class HopFormat:
+    """How tensors travel: the dtype that they have in the stages and the one that they have on the wire."""
+
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+
+    @property
+    def packed(self) -> bool:
+        return self.dtype != self.wire_dtype
+
+    def messages(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What to send for some tensors of any floating dtypes: contiguous, in the wire dtype, copied only to be so."""
+        if self.packed and tensors:
+            return [pack(tensors, self.wire_dtype)]
+        return [tensor.to(self.wire_dtype).contiguous() for tensor in tensors]
+
+    def receive(self, shapes: Sequence[Shape], device: torch.device) -> "Incoming":
+        """Buffers for what `messages` makes of tensors of these shapes, allocated now."""
+        return Incoming(self, shapes, device)
+
+
+class Incoming:
+    """The receive buffers of one hop."""
+
+    def __init__(self, format_: HopFormat, shapes: Sequence[Shape], device: torch.device) -> None:
+        self._format, self._shapes = format_, shapes
+        sizes: list[Shape] = list(shapes)
+        if format_.packed and shapes:
+            sizes = [(sum(torch.Size(shape).numel() for shape in shapes),)]
+        self.messages = [torch.empty(size, dtype=format_.wire_dtype, device=device) for size in sizes]
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that came in, in the dtype that they have in the stages."""
+        if self._format.packed and self._shapes:
+            return unpack(self.messages[0], self._shapes, [self._format.dtype] * len(self._shapes))
+        return self.messages
+
+
+class Header(NamedTuple):
+    """What a forward hop says about itself.
+
+    `wants_gradient` has one flag per tensor of the hop: only for those a gradient travels back.
+    """
+
+    microbatch: int
+    sending_stage: int
+    sources_in_hop: int
+    sources_that_exist: int
+    has_partial: int
+    elements: int
+    wants_gradient: tuple[bool, ...]
+
+    @staticmethod
+    def length(units: int) -> int:
+        """Numbers in the header of a hop of so many tensors."""
+        return len(Header._fields) - 1 + units
+
+    @staticmethod
+    def decode(tensor: Tensor) -> "Header":
+        numbers = tensor.tolist()
+        fixed = len(Header._fields) - 1
+        return Header._make([*numbers[:fixed], tuple(bool(flag) for flag in numbers[fixed:])])
+
+    def encode(self, device: torch.device) -> Tensor:
+        return torch.tensor([*self[:-1], *self.wants_gradient], dtype=torch.int64, device=device)
+
+    def check(self, expected: "Header", receiving_stage: int) -> None:
+        """Raise RuntimeError where this header, just received, is not the expected one (gradient flags aside)."""
+        for field, got, want in zip(Header._fields[:-1], self, expected, strict=False):
+            if got != want:
+                raise RuntimeError(
+                    f"stage {receiving_stage}, microbatch {expected.microbatch}: the hop that came in says "
+                    f"{field.replace('_', ' ')} = {got}, expected {want}; the ranks no longer run the same pipeline"
+                )
+
+
+@dataclass(frozen=True)
+class Link:
+    """One neighbour in the pipeline's group."""
+
+    peer: int
+    group: dist.ProcessGroup | None
+
+    def send_operations(self, messages: Sequence[Tensor]) -> list[dist.P2POp]:
+        return [dist.P2POp(dist.isend, message, group=self.group, group_peer=self.peer) for message in messages]
+
+    def receive_operations(self, messages: Sequence[Tensor]) -> list[dist.P2POp]:
+        return [dist.P2POp(dist.irecv, message, group=self.group, group_peer=self.peer) for message in messages]
+
+
+def wait_all(operations: Sequence[dist.P2POp]) -> None:
+    """Post receives and wait for them."""
+    for work in [_post(operation) for operation in operations]:
+        work.wait()
+
+
+class Outbox:
+    """The sends of one stage that are under way, and with them the memory that they send from.
+
+    A schedule keeps the handles of its sends, and so every tensor sent, until the step is over. Here a hop is let go of
+    once the next one is posted: on the CPU by waiting for it, which cannot deadlock since schedules order sends and
+    receives as if every send blocked; on a GPU by asking, without stopping the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._waits_for_previous = device.type == "cpu"
+        self._works: list[dist.Work] = []
+
+    def post(self, operations: Sequence[dist.P2POp]) -> None:
+        if self._waits_for_previous:
+            self.flush()
+        self._works = [work for work in self._works if not work.is_completed()]
+        self._works += [_post(operation) for operation in operations]
+
+    def flush(self) -> None:
+        """Wait for all sends."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def abandon(self) -> None:
+        """Forget all sends, after a failure: the peer may never receive them."""
+        self._works = []
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a stage has sent since it was built or since `reset_traffic`.
+
+    Forward goes to the next stage, backward to the one before. A unit is one tensor `[B, T, D]`; bytes are those of the
+    payload, headers are counted apart.
+    """
+
+    forward_hops: int = 0
+    forward_units: int = 0
+    forward_bytes: int = 0
+    backward_hops: int = 0
+    backward_units: int = 0
+    backward_bytes: int = 0
+    header_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All that was sent."""
+        return self.forward_bytes + self.backward_bytes + self.header_bytes
+
+    def sent_forward(self, units: int, messages: Sequence[Tensor], header: Tensor) -> "Traffic":
+        return replace(
+            self,
+            forward_hops=self.forward_hops + 1,
+            forward_units=self.forward_units + units,
+            forward_bytes=self.forward_bytes + _bytes(messages),
+            header_bytes=self.header_bytes + header.nbytes,
+        )
+
+    def sent_backward(self, units: int, messages: Sequence[Tensor]) -> "Traffic":
+        return replace(
+            self,
+            backward_hops=self.backward_hops + 1,
+            backward_units=self.backward_units + units,
+            backward_bytes=self.backward_bytes + _bytes(messages),
+        )
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+
+
+def agree(settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make sure that all ranks of a group were given the same settings.
+
+    A collective: every rank of the group calls it, and all come to the same end.
+
+    Args:
+        settings: what JSON can express, by name.
+
+    Raises:
+        ValueError: with the same message on every rank, naming the first setting that differs and both values.
+    """
+    texts = _gather_texts(json.dumps(settings), group, device)
+    expected = json.loads(texts[0])
+    for rank, text in enumerate(texts):
+        given = json.loads(text)
+        for name, other in zip_longest(expected, given):
+            name = name if name is not None else other
+            if expected.get(name) != given.get(name):
+                raise ValueError(
+                    f"the pipeline's ranks were given different settings: {name} is {expected.get(name)!r} on rank 0 "
+                    f"and {given.get(name)!r} on rank {rank}; start all ranks with the same ones"
+                )
+
+
+def lost_neighbour(error: BaseException) -> bool:
+    """Whether an exception says that a peer is gone, so that the cause is to be found there."""
+    signs = ("closed by peer", "connection reset", "broken pipe", "timed out", "remote process exited")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+
+
+def _gather_texts(text: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    ranks = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(lengths, torch.tensor([own.numel()], dtype=torch.int64, device=device), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    gathered = [torch.zeros_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded, group=group)
+    return [bytes(row[: int(length)].tolist()).decode() for row, length in zip(gathered, lengths, strict=True)]
+
+
+def _post(operation: dist.P2POp) -> dist.Work:
+    peer = {"group_dst" if operation.op is dist.isend else "group_src": operation.group_peer}
+    return operation.op(operation.tensor, group=operation.group, tag=operation.tag, **peer)
+
+
+def _bytes(messages: Sequence[Tensor]) -> int:
+    return sum(message.nbytes for message in messages)
+
+
+def _values(traffic: Traffic) -> tuple[int, ...]:
+    return tuple(getattr(traffic, name) for name in Traffic.__dataclass_fields__)

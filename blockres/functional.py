@@ -1,18 +1,21 @@
-"""Attention Residuals as functions: arguments checked, custom ops behind them, gradients for everything differentiable.
+"""Attention Residuals as functions: one aggregation, and the same in two phases.
 
 Letters: N sources, S queries, D hidden size; `...` are the leading dimensions of the sources, alike for all of them.
-The formulas are those of `blockres.reference`, which has the same signatures.
+Formulas: `blockres.reference`, whose functions have the same signatures. Source: Kimi Team, *Attention Residuals*,
+arXiv:2603.15031.
+
+All functions compute in float32 (float64 where a source is float64), whatever the dtypes of sources, parameters and
+results, and round once. `torch.autocast` changes nothing here: dtypes are as given. CPU tensors go through
+`blockres.cpu`, CUDA tensors through the Triton kernels of `blockres_kernels`. Gradients exist for every tensor
+argument, in reverse mode and once; `torch.compile` takes all functions whole.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockres import cpu
-from blockres.cpu import compute_dtype
+from blockres import checks, cpu, ops
 
 
 def attn_res(
@@ -31,20 +34,31 @@ def attn_res(
     """One aggregation: softmax over the sources by `scale * <query * key_weight, source / rms(source)>`.
 
     Args:
-        sources: N tensors `[..., D]`, or one tensor `[N, ..., D]`.
-        query, key_weight: `[D]`.
+        sources: N tensors `[..., D]` of one shape, dtype and device, D at most 16384; or one tensor `[N, ..., D]`. They
+            are read where they are: the last dimension must be contiguous, the leading ones must reduce to at most two
+            strides, which may be 0. The same memory may appear more than once.
+        query, key_weight: `[D]`, of any float dtype.
+        eps: added to the mean square of a source before the root.
+        scale: factor of the scores; the paper's is 1.
         norm_weight: `[D]`; where given, the output is passed through an RMSNorm with this weight and `norm_eps`.
         norm_eps: defaults to `eps`.
         out_dtype: defaults to the sources' dtype.
 
     Returns:
-        `[..., D]`; then, where asked for, `lse [...]` and the softmax weights `[N, ...]`.
+        `[..., D]`; then, where asked for, `lse [...]`, the log of the sum of exponentials of the scores, and the
+        softmax weights `[N, ...]`, both float32 (float64 for float64 sources).
+
+    Raises:
+        TypeError: an argument that is not a plain tensor of float32, bfloat16, float16 or float64.
+        ValueError: shapes, devices, strides or numbers that do not fit.
     """
-    sources = list(sources.unbind(0) if isinstance(sources, Tensor) else sources)
-    norm_eps = eps if norm_eps is None else norm_eps
-    out, lse, scores, _ = _attn_res_forward(
-        sources, query, key_weight, norm_weight, eps, scale, norm_eps, out_dtype or sources[0].dtype
-    )
+    sources = checks.source_list(sources)
+    first = sources[0]
+    for name, parameter in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
+        checks.parameter(name, parameter, first.shape[-1:], first)
+    norm_eps = checks.numbers(eps, scale, norm_eps, norm_weight)
+    out_dtype = checks.result_dtype(out_dtype, first.dtype)
+    out, lse, scores, _ = ops.attn_res_forward(sources, query, key_weight, norm_weight, eps, scale, norm_eps, out_dtype)
     results = [out]
     if return_lse:
         results.append(lse)
@@ -68,18 +82,51 @@ def attn_res_inter(
 
     Args:
         sources: as in `attn_res`.
-        queries, key_weights: `[S, D]`.
-        norm_weight: `[D]`; an RMSNorm on the output of the block's **first** query only, whose output is final.
+        queries, key_weights: `[S, D]`, of any float dtype.
+        norm_weight: `[D]`; an RMSNorm on the output of the block's **first** query only, whose output is final: nothing
+            is merged into it.
+        eps, scale, norm_eps, out_dtype: as in `attn_res`.
 
     Returns:
-        outputs `[S, ..., D]` in `out_dtype` (default: the sources' dtype) and `lse [S, ...]`.
+        outputs `[S, ..., D]` in `out_dtype` (default: the sources' dtype) and `lse [S, ...]` in float32 (float64 for
+        float64 sources).
+
+    Raises:
+        TypeError, ValueError: as `attn_res`.
     """
-    sources = list(sources.unbind(0) if isinstance(sources, Tensor) else sources)
-    norm_eps = eps if norm_eps is None else norm_eps
-    outputs, lse, _, _ = _attn_res_inter_forward(
-        sources, queries, key_weights, norm_weight, eps, scale, norm_eps, out_dtype or sources[0].dtype
-    )
+    sources, *others = _inter_arguments(sources, queries, key_weights, eps, scale, norm_weight, norm_eps, out_dtype)
+    outputs, lse, _, _ = ops.attn_res_inter_forward(sources, queries, key_weights, norm_weight, *others)
     return outputs, lse
+
+
+def attn_res_inter_chained(
+    sources: Sequence[Tensor] | Tensor,
+    queries: Tensor,
+    key_weights: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    norm_weight: Tensor | None = None,
+    norm_eps: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """`attn_res_inter` for a stream whose blocks are read again and again: the sources pass through it.
+
+    Whoever reads a source after this call should read the one returned here. Its gradient then arrives at this call's
+    backward, which adds its own part as it writes; autograd would otherwise add the two in a pass of its own, for every
+    block that follows. Reading the source that went in is right too, only slower. Arguments as in `attn_res_inter`.
+
+    Returns:
+        S outputs `[..., D]`, S lse `[...]`, and the N sources, in the memory of those given. Outputs and lse are slices
+        of one tensor each; the gradients of the slices are never stacked.
+    """
+    sources, *settings, out_dtype = _inter_arguments(
+        sources, queries, key_weights, eps, scale, norm_weight, norm_eps, out_dtype
+    )
+    results = ops.ChainedInter.apply(queries, key_weights, norm_weight, tuple(settings), out_dtype, *sources)
+    count = queries.shape[0]
+    passed = (p if s.requires_grad else s for p, s in zip(results[2 * count :], sources, strict=True))
+    return results[:count], results[count : 2 * count], tuple(passed)
 
 
 def attn_res_merge(
@@ -98,285 +145,77 @@ def attn_res_merge(
 ) -> tuple[Tensor, Tensor]:
     """Phase 2: merge the open block's running sum into one query's phase-1 result.
 
+    The dtypes of output, partial, update and parameters are independent of each other.
+
     Args:
         output, lse: `[..., D]` and `[...]`, one query's part of what `attn_res_inter` returned.
         partial: `[..., D]`, the running sum of the open block.
-        update: `[..., D]`, added to `partial` first; the sum is rounded to `partial`'s dtype before it is scored.
-        query, key_weight, norm_weight: `[D]`.
+        update: `[..., D]`, added to `partial` first; the sum is rounded to `partial`'s dtype **before** it is scored,
+            so that fused and unfused adds agree.
+        query, key_weight, norm_weight: `[D]`, of any float dtype.
+        eps, scale, norm_eps, out_dtype: as in `attn_res`; `out_dtype` defaults to `output`'s.
 
     Returns:
-        `h [..., D]` in `out_dtype` (default: `output`'s dtype) and the new partial in `partial`'s dtype; without an
-        update that is `partial` itself.
+        `h [..., D]` in `out_dtype` and the new partial in `partial`'s dtype. Without an update that is `partial`, in
+        the same memory: the next merge should take the one returned, whose gradient comes back without an add.
+
+    Raises:
+        TypeError, ValueError: as `attn_res`.
     """
-    norm_eps = eps if norm_eps is None else norm_eps
-    h, partial_new, _ = _attn_res_merge_forward(
-        output, lse, partial, update, query, key_weight, norm_weight, eps, scale, norm_eps, out_dtype or output.dtype
+    for name, value in (("output", output), ("partial", partial), ("update", update)):
+        if value is not None:
+            checks.rows(name, value)
+            checks.one_cut(name, [value])
+            checks.same_shape(name, value, "output", output)
+            checks.same_device(name, value, output)
+    checks.parameter("lse", lse, output.shape[:-1], output)
+    for name, parameter in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
+        checks.parameter(name, parameter, output.shape[-1:], output)
+    settings = (eps, scale, checks.numbers(eps, scale, norm_eps, norm_weight))
+    out_dtype = checks.result_dtype(out_dtype, output.dtype)
+    lse = lse.to(cpu.compute_dtype(torch.promote_types(output.dtype, partial.dtype)))
+    if update is None and partial.requires_grad:
+        return ops.MergePassing.apply(output, lse, partial, query, key_weight, norm_weight, settings, out_dtype)
+    h, partial_new, _ = ops.attn_res_merge_forward(
+        output, lse, partial, update, query, key_weight, norm_weight, *settings, out_dtype
     )
     return h, partial if update is None else partial_new
 
 
-def _kernels() -> ModuleType:
-    try:
-        import blockres_kernels
-    except ImportError as error:
-        raise RuntimeError(
-            f"blockres runs CUDA tensors through Triton kernels, and these cannot be imported here: {error}. "
-            "Install the triton that your PyTorch names, or move the tensors to the CPU."
-        ) from error
-    return blockres_kernels
+def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The elements of all tensors, one tensor after the other, in one flat buffer of `dtype`. Not differentiable.
+
+    The tensors are on one device; each is read once, with the cast on the way.
+    """
+    return _implementation(tensors[0]).pack(tensors, dtype)
 
 
-def _operation(name: str, schema: str) -> Any:
-    """A custom op whose implementations are the functions of that name in `blockres.cpu` and `blockres_kernels`."""
-
-    def on_cpu(*args: Any) -> Any:
-        return getattr(cpu, name)(*args)
-
-    def on_cuda(*args: Any) -> Any:
-        return getattr(_kernels(), name)(*args)
-
-    operation = torch.library.custom_op(f"blockres::{name}", on_cpu, mutates_args=(), device_types="cpu", schema=schema)
-    operation.register_kernel("cuda")(on_cuda)
-    return operation
+def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """What was packed, in the given shapes and dtypes: views of the buffer where no cast is needed."""
+    return _implementation(buffer).unpack(buffer, shapes, dtypes)
 
 
-_attn_res_forward = _operation(
-    "attn_res_forward",
-    "(Tensor[] sources, Tensor query, Tensor? key_weight, Tensor? norm_weight, float eps, float scale, float norm_eps, "
-    "ScalarType out_dtype) -> (Tensor out, Tensor lse, Tensor scores, Tensor rstd)",
-)
-_attn_res_backward = _operation(
-    "attn_res_backward",
-    "(Tensor grad_out, Tensor? grad_lse, Tensor? grad_scores, Tensor[] sources, Tensor query, Tensor? key_weight, "
-    "Tensor? norm_weight, Tensor lse, Tensor scores, Tensor rstd, float eps, float scale, float norm_eps, "
-    "bool[] needs_grad) -> (Tensor[] dsources, Tensor dkey, Tensor dnorm_weight)",
-)
-_attn_res_inter_forward = _operation(
-    "attn_res_inter_forward",
-    "(Tensor[] sources, Tensor queries, Tensor? key_weights, Tensor? norm_weight, float eps, float scale, "
-    "float norm_eps, ScalarType out_dtype) -> (Tensor outputs, Tensor lse, Tensor scores, Tensor rstd)",
-)
-_attn_res_inter_backward = _operation(
-    "attn_res_inter_backward",
-    "(Tensor[] grad_outputs, Tensor? grad_lse, Tensor[] sources, Tensor queries, Tensor? key_weights, "
-    "Tensor? norm_weight, Tensor lse, Tensor scores, Tensor rstd, float eps, float scale, float norm_eps, "
-    "bool[] needs_grad, Tensor?[] accumulate) -> (Tensor[] dsources, Tensor dkeys, Tensor dnorm_weight)",
-)
-_attn_res_merge_forward = _operation(
-    "attn_res_merge_forward",
-    "(Tensor output, Tensor lse, Tensor partial, Tensor? update, Tensor query, Tensor? key_weight, "
-    "Tensor? norm_weight, float eps, float scale, float norm_eps, ScalarType out_dtype) "
-    "-> (Tensor h, Tensor partial_new, Tensor stats)",
-)
-_attn_res_merge_backward = _operation(
-    "attn_res_merge_backward",
-    "(Tensor grad_h, Tensor? grad_partial, Tensor output, Tensor lse, Tensor partial_new, Tensor query, "
-    "Tensor? key_weight, Tensor? norm_weight, Tensor stats, float eps, float scale, float norm_eps) "
-    "-> (Tensor doutput, Tensor dlse, Tensor dpartial, Tensor dkey, Tensor dnorm_weight)",
-)
+def _implementation(tensor: Tensor):
+    return ops.kernels() if tensor.is_cuda else cpu
 
 
-@_attn_res_forward.register_fake
-def _(sources, query, key_weight, norm_weight, eps, scale, norm_eps, out_dtype):
+def _inter_arguments(
+    sources: Sequence[Tensor] | Tensor,
+    queries: Tensor,
+    key_weights: Tensor | None,
+    eps: float,
+    scale: float,
+    norm_weight: Tensor | None,
+    norm_eps: float | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[list[Tensor], float, float, float, torch.dtype]:
+    sources = checks.source_list(sources)
     first = sources[0]
-    lead, compute = first.shape[:-1], compute_dtype(first.dtype)
-    return (
-        first.new_empty(first.shape, dtype=out_dtype),
-        first.new_empty(lead, dtype=compute),
-        first.new_empty((len(sources), *lead), dtype=compute),
-        first.new_empty((len(sources), *lead), dtype=compute),
-    )
-
-
-@_attn_res_backward.register_fake
-def _(
-    grad_out,
-    grad_lse,
-    grad_scores,
-    sources,
-    query,
-    key_weight,
-    norm_weight,
-    lse,
-    scores,
-    rstd,
-    eps,
-    scale,
-    norm_eps,
-    needs_grad,
-):
-    return _fake_gradients(sources, needs_grad, query, norm_weight, scores.dtype)
-
-
-@_attn_res_inter_forward.register_fake
-def _(sources, queries, key_weights, norm_weight, eps, scale, norm_eps, out_dtype):
-    first, count = sources[0], queries.shape[0]
-    lead, compute = first.shape[:-1], compute_dtype(first.dtype)
-    return (
-        first.new_empty((count, *first.shape), dtype=out_dtype),
-        first.new_empty((count, *lead), dtype=compute),
-        first.new_empty((count, len(sources), *lead), dtype=compute),
-        first.new_empty((len(sources), *lead), dtype=compute),
-    )
-
-
-@_attn_res_inter_backward.register_fake
-def _(
-    grad_outputs,
-    grad_lse,
-    sources,
-    queries,
-    key_weights,
-    norm_weight,
-    lse,
-    scores,
-    rstd,
-    eps,
-    scale,
-    norm_eps,
-    needs_grad,
-    accumulate,
-):
-    return _fake_gradients(sources, needs_grad, queries, norm_weight, scores.dtype)
-
-
-@_attn_res_merge_forward.register_fake
-def _(output, lse, partial, update, query, key_weight, norm_weight, eps, scale, norm_eps, out_dtype):
-    compute = compute_dtype(torch.promote_types(output.dtype, partial.dtype))
-    return (
-        output.new_empty(output.shape, dtype=out_dtype),
-        partial.new_empty(0 if update is None else partial.shape),
-        output.new_empty((2, *lse.shape), dtype=compute),
-    )
-
-
-@_attn_res_merge_backward.register_fake
-def _(grad_h, grad_partial, output, lse, partial_new, query, key_weight, norm_weight, stats, eps, scale, norm_eps):
-    return (
-        output.new_empty(output.shape),
-        lse.new_empty(lse.shape),
-        partial_new.new_empty(partial_new.shape),
-        *_fake_parameter_gradients(query, norm_weight, stats.dtype),
-    )
-
-
-def _fake_gradients(sources, needs_grad, query, norm_weight, compute):
-    dsources = [s.new_empty(s.shape if needed else (0,)) for s, needed in zip(sources, needs_grad, strict=True)]
-    return dsources, *_fake_parameter_gradients(query, norm_weight, compute)
-
-
-def _fake_parameter_gradients(query, norm_weight, compute):
-    dnorm_weight = query.new_empty(0 if norm_weight is None else norm_weight.shape, dtype=compute)
-    return query.new_empty(query.shape, dtype=compute), dnorm_weight
-
-
-def _save_attn_res(ctx, inputs, output):
-    sources, query, key_weight, norm_weight, *ctx.settings, _ = inputs
-    _, lse, scores, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rstd)
-    ctx.save_for_backward(*sources, query, key_weight, norm_weight, lse, scores, rstd)
-
-
-def _differentiate_attn_res(ctx, grad_out, grad_lse, grad_scores, _):
-    *sources, query, key_weight, norm_weight, lse, scores, rstd = ctx.saved_tensors
-    needs_grad = ctx.needs_input_grad[0]
-    dsources, dkey, dnorm_weight = _attn_res_backward(
-        _zeros_like(sources[0]) if grad_out is None else grad_out,
-        grad_lse,
-        grad_scores,
-        sources,
-        query,
-        key_weight,
-        norm_weight,
-        lse,
-        scores,
-        rstd,
-        *ctx.settings,
-        needs_grad,
-    )
-    parameters = _parameter_gradients(dkey, dnorm_weight, query, key_weight, norm_weight)
-    return _only(dsources, needs_grad), *parameters, None, None, None, None
-
-
-def _save_inter(ctx, inputs, output):
-    sources, queries, key_weights, norm_weight, *ctx.settings, _ = inputs
-    _, lse, scores, rstd = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(scores, rstd)
-    ctx.save_for_backward(*sources, queries, key_weights, norm_weight, lse, scores, rstd)
-
-
-def _differentiate_inter(ctx, grad_outputs, grad_lse, *_):
-    *sources, queries, key_weights, norm_weight, lse, scores, rstd = ctx.saved_tensors
-    needs_grad = ctx.needs_input_grad[0]
-    dsources, dkeys, dnorm_weight = _attn_res_inter_backward(
-        [_zeros_like(sources[0])] * len(queries) if grad_outputs is None else list(grad_outputs.unbind(0)),
-        grad_lse,
-        sources,
-        queries,
-        key_weights,
-        norm_weight,
-        lse,
-        scores,
-        rstd,
-        *ctx.settings,
-        needs_grad,
-        [None] * len(sources),
-    )
-    parameters = _parameter_gradients(dkeys, dnorm_weight, queries, key_weights, norm_weight)
-    return _only(dsources, needs_grad), *parameters, None, None, None, None
-
-
-def _save_merge(ctx, inputs, output):
-    merged, lse, partial, update, query, key_weight, norm_weight, *ctx.settings, _ = inputs
-    _, partial_new, stats = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(stats)
-    ctx.update_dtype = None if update is None else update.dtype
-    ctx.save_for_backward(
-        merged, lse, partial if update is None else partial_new, query, key_weight, norm_weight, stats
-    )
-
-
-def _differentiate_merge(ctx, grad_h, grad_partial, _):
-    output, lse, partial, query, key_weight, norm_weight, stats = ctx.saved_tensors
-    doutput, dlse, dpartial, dkey, dnorm_weight = _attn_res_merge_backward(
-        _zeros_like(output) if grad_h is None else grad_h,
-        None if ctx.update_dtype is None else grad_partial,
-        output,
-        lse,
-        partial,
-        query,
-        key_weight,
-        norm_weight,
-        stats,
-        *ctx.settings,
-    )
-    dupdate = None if ctx.update_dtype is None else dpartial.to(ctx.update_dtype)
-    parameters = _parameter_gradients(dkey, dnorm_weight, query, key_weight, norm_weight)
-    return doutput, dlse, dpartial, dupdate, *parameters, None, None, None, None
-
-
-def _zeros_like(tensor: Tensor) -> Tensor:
-    """The gradient of an output that nothing reads: one row of zeros, seen from every token."""
-    return tensor.new_zeros(tensor.shape[-1]).expand(tensor.shape)
-
-
-def _only(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-    return [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
-
-
-def _parameter_gradients(
-    dkey: Tensor, dnorm_weight: Tensor, query: Tensor, key_weight: Tensor | None, norm_weight: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """From the gradient of `query * key_weight` to those of its factors; each in its parameter's dtype."""
-    dnorm_weight_cast = None if norm_weight is None else dnorm_weight.to(norm_weight.dtype)
-    if key_weight is None:
-        return dkey.to(query.dtype), None, dnorm_weight_cast
-    return (dkey * key_weight).to(query.dtype), (dkey * query).to(key_weight.dtype), dnorm_weight_cast
-
-
-_attn_res_forward.register_autograd(_differentiate_attn_res, setup_context=_save_attn_res)
-_attn_res_inter_forward.register_autograd(_differentiate_inter, setup_context=_save_inter)
-_attn_res_merge_forward.register_autograd(_differentiate_merge, setup_context=_save_merge)
+    checks.tensor("queries", queries)
+    if queries.dim() != 2 or queries.shape[0] < 1:
+        raise ValueError(f"queries must be [S, D] with S at least 1, got shape {tuple(queries.shape)}")
+    checks.parameter("queries", queries, (queries.shape[0], first.shape[-1]), first)
+    checks.parameter("key_weights", key_weights, queries.shape, first)
+    checks.parameter("norm_weight", norm_weight, first.shape[-1:], first)
+    norm_eps = checks.numbers(eps, scale, norm_eps, norm_weight)
+    return sources, eps, scale, norm_eps, checks.result_dtype(out_dtype, first.dtype)

@@ -1,0 +1,152 @@
+"""What the public functions refuse, and how they say so.
+
+Every check is plain Python on shapes, strides and dtypes, so that `torch.compile` traces through it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MAX_WIDTH = 16384
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def source_list(sources: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    """The N sources `[..., D]`, alike and readable in place.
+
+    Raises:
+        TypeError: for anything but tensors of one of the four float dtypes.
+        ValueError: for no source, or for sources that differ or cannot be read where they are.
+    """
+    if isinstance(sources, Tensor):
+        tensor("sources", sources)
+        if sources.dim() < 2:
+            raise ValueError(
+                f"sources as one tensor are stacked as [N, ..., D], got shape {tuple(sources.shape)}; "
+                "pass a single source as [source]"
+            )
+        sources = sources.unbind(0)
+    elif not isinstance(sources, Sequence):
+        raise TypeError(
+            f"sources must be a sequence of tensors [..., D] or one tensor [N, ..., D], got {type(sources).__name__}"
+        )
+    if len(sources) == 0:
+        raise ValueError("sources is empty: an aggregation needs at least one source (the embedding)")
+    for j, source in enumerate(sources):
+        rows(f"source {j}", source)
+        if j > 0:
+            _alike(f"source {j}", source, "source 0", sources[0])
+    one_cut("sources", sources)
+    return list(sources)
+
+
+def rows(name: str, value: Tensor) -> None:
+    """A tensor `[..., D]`, `1 <= D <= 16384`, with a contiguous last dimension."""
+    tensor(name, value)
+    if value.dim() < 1:
+        raise ValueError(f"{name} must have a last dimension D, got a tensor without dimensions")
+    if not 1 <= value.shape[-1] <= MAX_WIDTH:
+        raise ValueError(f"{name} has D = {value.shape[-1]}; D must be between 1 and {MAX_WIDTH}")
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise ValueError(
+            f"the last dimension of {name} must be contiguous, got shape {tuple(value.shape)} with strides "
+            f"{tuple(value.stride())}; call .contiguous() on it first"
+        )
+
+
+def one_cut(name: str, tensors: Sequence[Tensor]) -> None:
+    """The leading dimensions of all tensors reduce to two strides (outer, row), cut at one place."""
+    if all(t.is_contiguous() for t in tensors):
+        return
+    lead = tensors[0].dim() - 1
+    for cut in range(max(lead, 1)):
+        if all(_one_stride(t, 0, cut) and _one_stride(t, cut, lead) for t in tensors):
+            return
+    raise ValueError(
+        f"the leading dimensions of {name} must reduce to two strides, cut at one place for all; got shape "
+        f"{tuple(tensors[0].shape)} with strides {[tuple(t.stride()) for t in tensors]}; "
+        "call .contiguous() on them first"
+    )
+
+
+def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    if value.shape != other.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, {other_name} has {tuple(other.shape)}; they must be the same"
+        )
+
+
+def parameter(name: str, value: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
+    """An optional tensor of this shape, of any float dtype, on the device of `like`."""
+    if value is None:
+        return
+    tensor(name, value)
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
+    same_device(name, value, like)
+
+
+def same_device(name: str, value: Tensor, like: Tensor) -> None:
+    if value.device != like.device:
+        raise ValueError(f"{name} is on {value.device}, the rows are on {like.device}; move one to the other's device")
+
+
+def numbers(eps: float, scale: float, norm_eps: float | None, norm_weight: Tensor | None) -> float:
+    """The numbers of a call; returns the eps of the output norm."""
+    for name, value in (("eps", eps), ("norm_eps", norm_eps)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number, got {value}")
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be a finite number, got {scale}")
+    if norm_eps is not None and norm_weight is None:
+        raise ValueError(f"norm_eps = {norm_eps} without norm_weight: the output norm is applied where it has a weight")
+    return eps if norm_eps is None else norm_eps
+
+
+def result_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    if out_dtype is None:
+        return default
+    if out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype must be one of {_names(FLOATS)}, got {out_dtype}")
+    return out_dtype
+
+
+def tensor(name: str, value: Tensor) -> None:
+    """A plain, dense tensor of one of the four float dtypes."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if hasattr(value, "to_local"):
+        raise TypeError(
+            f"{name} is a DTensor; blockres works on the tensors of one device. Call .to_local() where D is whole "
+            "there, else .full_tensor()"
+        )
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; call .to_dense() on it first")
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{name} must be one of {_names(FLOATS)}, got {value.dtype}")
+
+
+def _alike(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    same_shape(name, value, other_name, other)
+    for what in ("dtype", "device"):
+        got, want = getattr(value, what), getattr(other, what)
+        if got != want:
+            raise ValueError(f"{name} has {what} {got}, {other_name} has {want}; all sources must have the same")
+
+
+def _one_stride(value: Tensor, start: int, stop: int) -> bool:
+    """One stride walks through the dimensions start … stop - 1 in order."""
+    size = stride = None
+    for d in range(stop - 1, start - 1, -1):
+        if value.shape[d] == 1:
+            continue
+        if stride is not None and value.stride(d) != size * stride:
+            return False
+        size, stride = value.shape[d], value.stride(d)
+    return True
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

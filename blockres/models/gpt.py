@@ -34,8 +34,8 @@ class GPTConfig:
         num_heads: query heads H; D / H must be an even number.
         num_kv_heads: key-value heads K, a divisor of H.
         mlp_dim: inner width of the SwiGLU MLP; None is 8/3 of D, rounded up to a multiple of 32.
-        residual: `block` (Block AttnRes), `full` (every sublayer is a block) or `standard` (a plain sum).
-        sublayers_per_block: S, read where `residual` is `block`.
+        residual: block (Block AttnRes), full (every sublayer is a block) or standard (a plain sum).
+        sublayers_per_block: S, where `residual` is `block`; an attention and an MLP are two sublayers.
         tie_weights: the output projection uses the embedding's matrix.
         rope_theta: base of the rotary frequencies.
         norm_eps: of all RMSNorms.

@@ -8,9 +8,12 @@ from typing import Any, Literal
 import torch
 
 from blockres.models.gpt import GPTConfig
+from blockres.pipeline import check_schedule
 
 Dtype = Literal["float64", "float32", "bfloat16"]
-Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B"]
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,9 @@ class TrainConfig:
             raise ValueError(
                 f"--dp-size must divide the number of processes, got {self.parallel.dp_size} and {world_size}"
             )
-        num_stages = world_size // self.parallel.dp_size * self.parallel.virtual_stages
+        pp_size, stages_per_rank = world_size // self.parallel.dp_size, self.parallel.virtual_stages
+        check_schedule(self.parallel.schedule, pp_size, stages_per_rank, self.parallel.num_microbatches)
+        num_stages = pp_size * stages_per_rank
         if num_stages > self.model.num_sublayers:
             raise ValueError(
                 f"{num_stages} pipeline stages (ranks × --virtual-stages) need as many sublayers at least, the model "

@@ -1,0 +1,127 @@
+"""Train a small Block AttnRes GPT over a pipeline of processes: `torchrun --nproc-per-node 2 -m blockres.train`.
+
+The order of things: read the flags, meet the other ranks, agree that all can begin and were told the same, and only
+then build anything. Whatever is wrong before that is said on every rank.
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+
+import blockres
+from blockres.training.config import TrainConfig
+from blockres.training.data import Corpus, Split, load_corpus
+from blockres.training.launch import Launch, choose_device, open_process_group, share_cores
+from blockres.training.run import Run
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank needs before anything heavy is built."""
+
+    config: TrainConfig
+    corpus: Corpus
+    split: Split
+    device: torch.device
+
+    @classmethod
+    def prepare(cls, config: TrainConfig, launch: Launch) -> "Setup":
+        """Check the flags and find the data, the device and a place for the results.
+
+        Raises:
+            ValueError: saying which of these is not as it must be.
+        """
+        config.check(launch.world_size)
+        device = choose_device(config.run.device, launch)
+        corpus = load_corpus(config.data.data, config.model.vocab_size)
+        data = config.data
+        split = Split.of(corpus, data.validation_fraction, data.sequence_length, data.batch_size)
+        _check_writable(config.run.out)
+        return cls(config, corpus, split, device)
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        versions = {"torch": torch.__version__, "blockres": blockres.__version__}
+        return {
+            **{f"--{name.replace('_', '-')}": value for name, value in self.config.flags().items()},
+            "data (sha256)": self.corpus.digest(),
+            "device": self.device.type,
+            **versions,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command; exits with 0, with 2 where the ranks could not begin, or with 1 where training failed."""
+    sys.exit(_main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    config, problem = _parse(arguments)
+    try:
+        launch = Launch.find()
+    except RuntimeError as error:
+        print(f"blockres.train: {error}", file=sys.stderr)
+        return 2
+    setup = None
+    if config is not None:
+        try:
+            setup = Setup.prepare(config, launch)
+        except ValueError as error:
+            problem = str(error)
+    verdict = launch.agree(setup.facts() if setup else {}, problem)
+    if verdict is not None or setup is None:
+        print(f"blockres.train, rank {launch.rank}: {verdict}", file=sys.stderr, flush=True)
+        launch.farewell()
+        return 2
+    return _run_guarded(setup, launch)
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[TrainConfig | None, str | None]:
+    try:
+        return tyro.cli(
+            TrainConfig, prog="python -m blockres.train", args=arguments, config=(tyro.conf.OmitArgPrefixes,)
+        ), None
+    except ValueError as error:
+        return None, str(error)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        return None, "the flags could not be read (see above)"
+
+
+def _check_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {directory} cannot be written: {error.strerror}") from error
+
+
+def _run_guarded(setup: Setup, launch: Launch) -> int:
+    share_cores(launch, setup.config.run.num_threads)
+    try:
+        open_process_group(launch, setup.device, setup.config.run.timeout)
+        Run(setup.config, setup.corpus, setup.split, setup.device).to_the_end()
+    except BaseException as error:
+        traceback.print_exc()
+        print(f"blockres.train, rank {launch.rank} stopped: {error or type(error).__name__}", file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        # An orderly exit would close the connections, and that can wait for ever for a rank that has ended.
+        os._exit(1)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    main()

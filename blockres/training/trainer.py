@@ -1,0 +1,205 @@
+"""One rank's part of a run: its stages, the schedule, and what a step does around them."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from blockres.models.gpt import GPT, next_token_loss, probe_depth
+from blockres.pipeline import (
+    BlockCache,
+    BlockResStage,
+    BlockRouting,
+    Traffic,
+    build_schedule,
+    schedule_placement,
+    split_sublayers,
+)
+from blockres.training import optim
+from blockres.training.config import TrainConfig
+from blockres.training.data import Split
+from blockres.training.depth import DepthWeights
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step's mean loss in nats per token and its gradient norm before clipping, over all ranks and equal on all.
+
+    `stop` says that some rank was asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    stop: bool
+
+
+class Trainer:
+    """Builds this rank's part of the model and runs steps and evaluations on it.
+
+    Every method is a collective: all ranks call it with the same arguments. The process group is open.
+    """
+
+    def __init__(self, config: TrainConfig, split: Split, device: torch.device) -> None:
+        self.config, self.split, self.device = config, split, device
+        dp_size = config.parallel.dp_size
+        mesh = init_device_mesh(device.type, (dp_size, dist.get_world_size() // dp_size), mesh_dim_names=("dp", "pp"))
+        self.dp, self.pp = mesh.get_group("dp"), mesh.get_group("pp")
+        self.dp_rank, self.pp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+        num_stages = self.pp.size() * config.parallel.virtual_stages
+        self.routing = BlockRouting(
+            split_sublayers(config.model.num_sublayers, num_stages),
+            config.model.block,
+            self.pp.size(),
+            schedule_placement(config.parallel.schedule),
+            cache=config.parallel.cache,
+        )
+        self.cache = BlockCache()
+        self.my_stages = self.routing.stages_of(self.pp_rank)
+        self.has_first, self.has_last = 0 in self.my_stages, num_stages - 1 in self.my_stages
+        self.parts = [self._build_part(index) for index in self.my_stages]
+        self.stages = [self._build_stage(part, index) for part, index in zip(self.parts, self.my_stages, strict=True)]
+        self.schedule = build_schedule(
+            config.parallel.schedule, self.stages, config.parallel.num_microbatches, next_token_loss
+        )
+        self.optimizer = optim.make_optimizer(self.parts, config.optimizer)
+
+    @property
+    def microbatch_shape(self) -> tuple[int, int, int]:
+        """`(B, T, D)` of one microbatch."""
+        pieces = self.config.parallel.dp_size * self.config.parallel.num_microbatches
+        return self.config.data.batch_size // pieces, self.config.data.sequence_length, self.config.model.dim
+
+    @property
+    def num_eval_batches(self) -> int:
+        available = self.split.num_validation_batches
+        return min(available, self.config.data.eval_batches or available)
+
+    def train_step(self, step: int, wants_stop: bool = False) -> StepReport:
+        """Run step `step`, counted from 0. Where the gradient is not finite, the parameters stay as they were."""
+        optim.set_learning_rate(self.optimizer, optim.learning_rate(step, self.config.run.steps, self.config.optimizer))
+        self.optimizer.zero_grad()
+        for stage in self.stages:
+            stage.reset_traffic()
+        loss = self._run(self.schedule.step, self.split.training_batch(self.config.run.seed, step))
+        self._sum_gradients()
+        report = self._reduce(loss, wants_stop)
+        if math.isfinite(report.grad_norm):
+            optim.clip(self._gradients(), report.grad_norm, self.config.optimizer.clip_norm)
+            self.optimizer.step()
+        return report
+
+    def evaluate(self, depth: DepthWeights | None = None) -> float:
+        """Mean loss over the validation batches in nats per token, equal on all ranks; `depth` notes the weights."""
+        with probe_depth(self.parts, depth.add) if depth else nullcontext():
+            losses = [
+                self._run(self.schedule.eval, self.split.validation_batch(index))
+                for index in range(self.num_eval_batches)
+            ]
+        (total,) = self._sum_over_ranks(torch.stack(losses).sum())
+        return total / len(losses)
+
+    def new_depth_weights(self) -> DepthWeights | None:
+        """To be filled by an evaluation; None for a standard residual, which weighs nothing."""
+        block = self.config.model.block
+        return DepthWeights(self.config.model.num_sublayers, block, self.device) if block else None
+
+    def step_traffic(self) -> Traffic:
+        """What all ranks' stages sent in the last training step, or since, if an evaluation followed it."""
+        mine = sum((stage.traffic() for stage in self.stages), start=Traffic())
+        counts = torch.tensor(dataclasses.astuple(mine), device=self.device)
+        dist.all_reduce(counts)
+        return Traffic(*counts.tolist())
+
+    def cache_peak(self) -> tuple[int, int]:
+        """The most sources, and the most bytes of them, that any rank's cache has held."""
+        peak = torch.tensor([self.cache.peak.entries, self.cache.peak.bytes], device=self.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        entries, size = peak.tolist()
+        return entries, size
+
+    def _build_part(self, index: int) -> GPT:
+        sublayers = self.routing.sublayers(index)
+        return GPT(
+            self.config.model,
+            sublayers.start,
+            sublayers.stop,
+            seed=self.config.run.seed,
+            dtype=self.config.dtype,
+            device=self.device,
+        )
+
+    def _build_stage(self, part: GPT, index: int) -> BlockResStage:
+        return BlockResStage(
+            part,
+            index,
+            self.routing,
+            device=self.device,
+            cache=self.cache,
+            microbatch_shape=self.microbatch_shape,
+            dtype=self.config.dtype,
+            pipeline_dtype=self.config.pipeline_dtype,
+            group=self.pp,
+        )
+
+    def _run(self, run: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Put this replica's share of a batch through the pipeline; its mean loss where that is known, elsewhere 0."""
+        size = self.config.data.batch_size // self.config.parallel.dp_size
+        share = slice(self.dp_rank * size, (self.dp_rank + 1) * size)
+        inputs, targets = (half[share].to(self.device) for half in batch)
+        losses: list[Tensor] = []
+        run(
+            *([inputs] if self.has_first else []),
+            target=targets if self.has_last else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.device)
+
+    def _sum_gradients(self) -> None:
+        """Average over the replicas, and add what the copies of a tied embedding have each found."""
+        optim.average_over_replicas(self._gradients(), self.dp)
+        if not self.config.model.tie_weights or self.routing.num_stages == 1:
+            return
+        if self.has_first and self.has_last:
+            first, last = _embedding_gradient(self.parts[0]), _embedding_gradient(self.parts[-1])
+            last.copy_(first.add_(last))
+        elif self.has_first:
+            last_rank = self.routing.rank_of(self.routing.num_stages - 1)
+            optim.sum_with_peer(_embedding_gradient(self.parts[0]), last_rank, self.pp)
+        elif self.has_last:
+            optim.sum_with_peer(_embedding_gradient(self.parts[-1]), self.routing.rank_of(0), self.pp)
+
+    def _gradients(self, copies: bool = True) -> list[Tensor]:
+        """Of this rank's parameters; without `copies`, of those that are not counted on another stage."""
+        tied_copy = self.parts[-1].embedding if self.has_last and self.routing.num_stages > 1 else None
+        return [
+            parameter.grad
+            for part in self.parts
+            for parameter in part.parameters()
+            if parameter.grad is not None and (copies or tied_copy is None or parameter is not tied_copy.weight)
+        ]
+
+    def _reduce(self, loss: Tensor, wants_stop: bool) -> StepReport:
+        squares = optim.squared_norm(self._gradients(copies=False), self.device)
+        stop = torch.tensor(float(wants_stop), device=self.device)
+        total_loss, total_squares, total_stop = self._sum_over_ranks(loss, squares, stop)
+        return StepReport(total_loss, math.sqrt(total_squares), total_stop > 0)
+
+    def _sum_over_ranks(self, *values: Tensor) -> list[float]:
+        """Sums over the pipeline's ranks, means over the replicas."""
+        stacked = torch.stack([value.double() for value in values])
+        dist.all_reduce(stacked)
+        return (stacked / self.config.parallel.dp_size).tolist()
+
+
+def _embedding_gradient(part: GPT) -> Tensor:
+    assert part.embedding is not None
+    assert part.embedding.weight.grad is not None
+    return part.embedding.weight.grad

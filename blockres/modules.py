@@ -6,11 +6,14 @@ after the last of L sublayers has index L. Source: arXiv:2603.15031, section 3.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from blockres.functional import attn_res
+from blockres.functional import attn_res, attn_res_inter, attn_res_inter_chained, attn_res_merge
 
 Norm = nn.RMSNorm | tuple[Tensor, float]
 
@@ -94,6 +97,8 @@ class BlockAttnRes(nn.Module):
         final: whether this part ends the network and owns the final aggregation; by default where `stop` is
             `num_sublayers`. To be given where the last stage has no sublayer, since two stages then stop there.
         eps, scale, key_weight: as in `AttnRes`.
+        recompute: keep the outputs of phase 1 out of the saved activations and compute them again in the backward, once
+            per block: what is saved per sublayer is then what a standard pre-norm residual saves. Eager mode only.
 
     Raises:
         ValueError: where a size is not positive, or `start … stop` does not lie within the network.
@@ -111,6 +116,7 @@ class BlockAttnRes(nn.Module):
         eps: float = 1e-6,
         scale: float = 1.0,
         key_weight: bool = True,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -132,7 +138,7 @@ class BlockAttnRes(nn.Module):
         if final and stop != num_sublayers:
             raise ValueError(f"the final part stops at sublayer {num_sublayers}, got final=True with stop={stop}")
         self.dim, self.num_sublayers, self.sublayers_per_block = dim, num_sublayers, sublayers_per_block
-        self.start, self.stop = start, stop
+        self.start, self.stop, self.recompute = start, stop, recompute
         owned = () if sublayers_per_block is None else range(start, stop + final)
         self.aggregations = nn.ModuleDict(
             {
@@ -232,32 +238,49 @@ class BlockStream(_Stream):
 
     def __init__(self, residual: BlockAttnRes, sources: tuple[Tensor, ...], partial: Tensor | None) -> None:
         super().__init__(residual)
-        self._sources, self._partial = list(sources), partial
+        self._sources, self._partial = sources, partial
+        self._dtype = sources[0].dtype
+        self._phase1: dict[int, tuple[Tensor, Tensor]] | None = None  # by aggregation; None until the block is opened
+        self._recomputed: _RecomputedOutputs | None = None
 
     def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """The next sublayer's input `[..., D]`; after the last sublayer, the network's output state.
 
-        `norm` (an `nn.RMSNorm` or `(weight, eps)`) and the cast to `out_dtype` are fused into the aggregation.
+        `norm` (an `nn.RMSNorm` or `(weight, eps)`), the cast to `out_dtype` and the add of what was written last are
+        fused into the aggregation. The results of phase 1 are kept in the `out_dtype` of the block's first read.
         """
-        out = self._aggregation()(self._readable(), norm=norm, out_dtype=out_dtype)
-        assert isinstance(out, Tensor)
-        return out
+        aggregation = self._aggregation()
+        if self._phase1 is None:
+            self._open(norm, out_dtype)
+        assert self._phase1 is not None
+        if self.position not in self._phase1:
+            return self._read_directly(aggregation, norm, out_dtype)
+        output, lse = self._phase1.pop(self.position)
+        if self._partial is None:
+            return output if self._recomputed is None else output.clone()  # a slice would keep all of the outputs
+        return self._merge(aggregation, output, lse, norm, out_dtype)
 
     def weights(self) -> Tensor:
         """The softmax weights `[N, ...]` with which the next `read` weighs the sources, the partial sum last."""
+        self._settle()
         _, weights = self._aggregation()(self._readable(), return_weights=True)
         return weights
 
     def write(self, update: Tensor) -> None:
         """Add a sublayer's output `[..., D]`; the block's last one makes the block a source."""
         self._accept(update, self._sources[0])
-        self._add(update.to(self._sources[0].dtype))
+        self._settle()
+        if self._partial is None:
+            self._partial = update.to(self._dtype)
+        else:
+            self._update = update
         if self.position % self._size == 0:
             self._close()
 
     def state(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """`(sources, partial)`: the completed sources, and the open block's sum if a block is open."""
-        return tuple(self._sources), self._partial
+        self._settle()
+        return self._sources, self._partial
 
     @property
     def _size(self) -> int:
@@ -265,26 +288,140 @@ class BlockStream(_Stream):
         return self._residual.sublayers_per_block
 
     def _aggregation(self) -> AttnRes:
-        index = str(self.position)
-        if index not in self._residual.aggregations:
+        if str(self.position) not in self._residual.aggregations:
             raise ValueError(
                 f"this part of the network runs sublayers {self._residual.start} … {self._residual.stop - 1} and does "
-                f"not own aggregation {index}: hand `state()` to the next part, which does"
+                f"not own aggregation {self.position}: hand `state()` to the next part, which does"
             )
-        aggregation = self._residual.aggregations[index]
+        return self._owned(self.position)
+
+    def _owned(self, index: int) -> AttnRes:
+        aggregation = self._residual.aggregations[str(index)]
         assert isinstance(aggregation, AttnRes)
         return aggregation
 
-    def _readable(self) -> list[Tensor]:
-        return self._sources if self._partial is None else [*self._sources, self._partial]
+    def _readable(self) -> tuple[Tensor, ...]:
+        return self._sources if self._partial is None else (*self._sources, self._partial)
 
-    def _add(self, update: Tensor) -> None:
-        self._partial = update if self._partial is None else self._partial + update
+    def _settle(self) -> None:
+        """Add what was written last, where no merge has done so."""
+        if self._update is not None:
+            assert self._partial is not None
+            self._partial = (self._partial + self._update).to(self._dtype)
+            self._update = None
 
     def _close(self) -> None:
+        self._settle()
         assert self._partial is not None
-        self._sources = [*self._sources, self._partial]
-        self._partial = None
+        self._sources = (*self._sources, self._partial)
+        self._partial = self._phase1 = self._recomputed = None
+
+    def _open(self, norm: Norm | None, out_dtype: torch.dtype | None) -> None:
+        """Phase 1 for the queries of the open block that are still to come, where that moves less memory.
+
+        It does not for a single query. Without gradients it does not over the embedding alone either: 6 [T, D] reads
+        and writes per sublayer both ways, and no outputs to hold in between. With gradients it always does, since
+        autograd adds up each direct reader's gradient of each source in a pass of its own.
+        """
+        end = (self.position // self._size + 1) * self._size
+        indices = [index for index in range(self.position, end) if str(index) in self._residual.aggregations]
+        direct = len(indices) == 1 or (len(self._sources) == 1 and not torch.is_grad_enabled())
+        self._phase1 = {} if direct else self._run_phase1(indices, norm, out_dtype)
+
+    def _run_phase1(
+        self, indices: list[int], norm: Norm | None, out_dtype: torch.dtype | None
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        owned = [self._owned(index) for index in indices]
+        queries = torch.stack([aggregation.query for aggregation in owned])
+        weights = [aggregation.key_weight for aggregation in owned if aggregation.key_weight is not None]
+        norm_weight, norm_eps = _norm_arguments(norm, self._residual.dim, self._dtype)
+        settings: dict[str, Any] = {
+            "eps": owned[0].eps,
+            "scale": owned[0].scale,
+            "norm_weight": norm_weight if self._partial is None else None,
+            "norm_eps": norm_eps if self._partial is None else None,
+            "out_dtype": out_dtype,
+        }
+        arguments = (queries, torch.stack(weights) if weights else None)
+        outputs, lse, sources = attn_res_inter_chained(self._sources, *arguments, **settings)
+        if self._residual.recompute and outputs[0].requires_grad:
+            self._recomputed = _RecomputedOutputs(outputs, self._sources, arguments, settings)
+        self._sources = sources
+        return dict(zip(indices, zip(outputs, lse, strict=True), strict=True))
+
+    def _read_directly(self, aggregation: AttnRes, norm: Norm | None, out_dtype: torch.dtype | None) -> Tensor:
+        self._settle()
+        out = aggregation(self._readable(), norm=norm, out_dtype=out_dtype)
+        assert isinstance(out, Tensor)
+        return out
+
+    def _merge(
+        self, aggregation: AttnRes, output: Tensor, lse: Tensor, norm: Norm | None, out_dtype: torch.dtype | None
+    ) -> Tensor:
+        assert self._partial is not None
+        norm_weight, norm_eps = _norm_arguments(norm, self._residual.dim, self._dtype)
+        with nullcontext() if self._recomputed is None else self._recomputed.instead_of_saving(output):
+            h, self._partial = attn_res_merge(
+                output,
+                lse,
+                self._partial,
+                aggregation.query,
+                aggregation.key_weight,
+                update=self._update,
+                eps=aggregation.eps,
+                scale=aggregation.scale,
+                norm_weight=norm_weight,
+                norm_eps=norm_eps,
+                out_dtype=out_dtype or self._dtype,
+            )
+        self._update = None
+        return h
+
+
+class _RecomputedOutputs:
+    """Phase-1 outputs of one block that backward computes again instead of finding them saved.
+
+    The first merge whose backward asks for its output recomputes those of the whole block; they are let go when the
+    backward of phase 1, the block's last, has run.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        arguments: tuple[Tensor, Tensor | None],
+        settings: dict[str, Any],
+    ) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "recompute=True works through hooks on saved tensors, which torch.compile does not take: compile the "
+                "sublayers and leave the stream outside, or use recompute=False"
+            )
+        self._places = {output.data_ptr(): place for place, output in enumerate(outputs)}
+        self._sources = [source.detach() for source in sources]
+        self._arguments, self._settings = arguments, settings
+        self._outputs: Tensor | None = None
+        assert outputs[0].grad_fn is not None
+        outputs[0].grad_fn.register_hook(self._let_go)
+
+    def instead_of_saving(self, output: Tensor) -> saved_tensors_hooks:
+        """A context in which autograd saves a note of `output` where it would save `output`."""
+        address, shape = output.data_ptr(), output.shape  # not `output`: autograd keeps the hooks, and what they hold
+        place = self._places[address]
+
+        def pack(saved: Tensor) -> Tensor | int:
+            return place if saved.data_ptr() == address and saved.shape == shape else saved
+
+        return saved_tensors_hooks(pack, lambda kept: self._output(kept) if isinstance(kept, int) else kept)
+
+    def _output(self, place: int) -> Tensor:
+        if self._outputs is None:
+            with torch.no_grad():
+                self._outputs, _ = attn_res_inter(self._sources, *self._arguments, **self._settings)
+        return self._outputs[place]
+
+    def _let_go(self, *_: Any) -> None:
+        self._outputs = None
 
 
 class StandardStream(_Stream):

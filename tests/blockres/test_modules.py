@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from blockres import reference
 from blockres.modules import AttnRes, BlockAttnRes
@@ -177,6 +179,115 @@ def test_float32_stream_with_bfloat16_sublayers(size):
     assert all(t.dtype == torch.float32 for t in (*sources, *([] if partial is None else [partial])))
     stream.read().sum().backward()
     assert all(p.grad is not None for p in residual.parameters())
+
+
+def step_gradients(residual, sublayers, norms, embedding):
+    """The outputs of a forward and the gradients of everything, with fixed weights on the outputs."""
+    stream = residual.stream(embedding)
+    read = [*run_stream(stream, sublayers, norms[:-1]), stream.read(norms[-1])]
+    parameters = [p for m in (residual, *sublayers, *norms) for p in m.parameters()]
+    loss = sum((out * torch.linspace(-1, 1, DIM, dtype=out.dtype)).sum() for out in read)
+    return read, torch.autograd.grad(loss, [embedding, *parameters])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_recomputing_phase_1_changes_no_bit(dtype):
+    residual, sublayers, norms = network(11, 4, dtype=dtype)
+    embedding = torch.randn(TOKENS, DIM, dtype=dtype, requires_grad=True)
+    kept = step_gradients(residual, sublayers, norms, embedding)
+    residual.recompute = True
+    recomputed = step_gradients(residual, sublayers, norms, embedding)
+    torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_phase_1_outputs_are_kept_only_where_they_are_not_recomputed(recompute):
+    residual, sublayers, norms = network(8, 4, recompute=recompute)
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    stream, storages = residual.stream(embedding), []
+    for position, (sublayer, norm) in enumerate(zip(sublayers, norms, strict=False)):
+        stream.write(sublayer(stream.read(norm)))
+        if position % 4 == 0:
+            storages.append(StorageWeakRef(stream._phase1[position + 1][0].untyped_storage()))
+    out = stream.read(norms[-1])
+    assert [storage.expired() for storage in storages] == [recompute] * 2
+    out.sum().backward()
+    del stream, out
+    assert all(storage.expired() for storage in storages)
+
+
+def test_recomputed_outputs_are_let_go_with_their_block():
+    residual, sublayers, norms = network(8, 4, recompute=True)
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    stream = residual.stream(embedding)
+    run_stream(stream, sublayers[:6], norms[:6])
+    recomputed = stream._recomputed
+    sources, partial = stream.state()
+    held = []
+    sources[0].register_hook(lambda _: held.append(recomputed._outputs is not None))
+    embedding.register_hook(lambda _: held.append(recomputed._outputs is not None))
+    partial.sum().backward()
+    assert held[-1] is False
+    assert recomputed._outputs is None
+
+
+def test_recompute_says_that_it_does_not_compile():
+    residual, sublayers, _ = network(4, 2, recompute=True)
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(Exception, match="recompute=True works through hooks"):
+        torch.compile(lambda x: residual(x, sublayers), fullgraph=True)(embedding)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_stream(dynamic):
+    residual, sublayers, norms = network(7, 3)
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+
+    def run(x):
+        return residual(x, sublayers, norms[:-1])
+
+    inputs = [embedding, *residual.parameters()]
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    got, want = compiled(embedding), run(embedding)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert_same_gradients([got], [want], inputs)
+
+
+def test_checkpointed_sublayers():
+    residual, sublayers, norms = network(7, 3)
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    plain = step_gradients(residual, sublayers, norms, embedding)
+    checkpointed = [lambda x, f=f: checkpoint(f, x, use_reentrant=False) for f in sublayers]
+    for recompute in (False, True):
+        residual.recompute = recompute
+        stream = residual.stream(embedding)
+        read = [*run_stream(stream, checkpointed, norms[:-1]), stream.read(norms[-1])]
+        loss = sum((out * torch.linspace(-1, 1, DIM, dtype=out.dtype)).sum() for out in read)
+        parameters = [p for m in (residual, *sublayers, *norms) for p in m.parameters()]
+        got = torch.autograd.grad(loss, [embedding, *parameters])
+        torch.testing.assert_close(got, plain[1], rtol=1e-12, atol=1e-12)
+
+
+def test_without_gradients_the_stream_reads_the_same():
+    residual, sublayers, norms = network(9, 4)
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64)
+    with_gradients = run_stream(residual.stream(embedding), sublayers, norms[:-1])
+    with torch.no_grad():
+        without = run_stream(residual.stream(embedding), sublayers, norms[:-1])
+    with torch.inference_mode():
+        inferred = run_stream(residual.stream(embedding), sublayers, norms[:-1])
+    torch.testing.assert_close(without, with_gradients, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(inferred, with_gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_read_may_ask_for_another_norm():
+    residual, sublayers, norms = network(6, 3)
+    stream = residual.stream(torch.randn(TOKENS, DIM, dtype=torch.float64))
+    for sublayer, norm in zip(sublayers, norms, strict=False):
+        plain = stream.read()
+        torch.testing.assert_close(stream.read(norm), norm(plain))
+        torch.testing.assert_close(stream.read(), plain)
+        stream.write(sublayer(plain))
 
 
 @pytest.mark.parametrize("size", [1, 2, None])

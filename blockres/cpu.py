@@ -86,14 +86,17 @@ def attn_res_backward(
         if grad_scores is not None:
             dscore.add_(dstats[-1])
         on_key, on_value = _score_backward(dscore, score, r, scale, key.numel())
+        # Summed over the sources token by token: what they have in common cancels before any sum over tokens grows.
+        dkey_rows = scratch("dkey", grad_row.shape).zero_()
         targets = iter(drows)
         for j, row in enumerate(rows):
             value = _widen(row, scratch("value", row.shape))
-            dkey.add(on_key[j], value)
+            dkey_rows.addcmul_(value, on_key[j].unsqueeze(-1))
             if needs_grad[j]:
                 total = torch.mul(grad, weights[j].unsqueeze(-1), out=scratch("product", row.shape))
                 _add_score_path(total, on_key[j], key, on_value[j], value)
                 next(targets).copy_(total)
+        dkey.add(dkey_rows.sum(0))
     return dsources, dkey.sum, dgain.sum
 
 
@@ -175,7 +178,7 @@ def attn_res_inter_backward(
         if dlse_rows:
             dscore.addcmul_(weights, _padded(dlse_rows[0].t()).unsqueeze(1))
         on_key, on_value = _score_backward(dscore, score, _padded(r_rows.t()).unsqueeze(-1), scale, keys.shape[1])
-        dkeys.add(on_key.flatten(0, 1).t(), values.flatten(0, 1))
+        dkeys.add(on_key.flatten(0, 1).t() @ values.flatten(0, 1))
         values.mul_(on_value.sum(-1, keepdim=True)).baddbmm_(weights, grads)
         values.baddbmm_(on_key, _per_token(keys, values))
         olds = iter(old_rows)
@@ -255,7 +258,7 @@ def attn_res_merge_backward(
         dlse_row.copy_(dscore).neg_()
         doutput_row.copy_(torch.mul(grad, rest.mT, out=scratch("product", row.shape)))
         on_key, on_value = _score_backward(dscore, score, r, scale, key.numel())
-        dkey.add(on_key[0], value)
+        dkey.add(on_key[0] @ value)
         total = torch.mul(grad, weight.mT, out=scratch("product", row.shape))
         _add_score_path(total, on_key[0], key, on_value[0], value)
         dpartial_row.copy_(total.add_(passed[0]) if passed else total)
@@ -297,18 +300,17 @@ class _Scratch:
 
 
 class _Total:
-    """A parameter's gradient, `Σ coefficient · row` over all tokens; empty where there is no such parameter.
+    """A parameter's gradient, summed over the chunks; empty where there is no such parameter.
 
-    Each chunk is summed in the compute dtype and added to a float64 total: the error does not grow with the tokens.
+    A chunk's sum is in the compute dtype, the total in float64: the error does not grow with the number of tokens.
     """
 
     def __init__(self, parameter: Tensor | None) -> None:
         self._dtype = torch.float32 if parameter is None else parameter.dtype
         self._total = torch.zeros(0 if parameter is None else parameter.shape, dtype=torch.float64, device="cpu")
 
-    def add(self, coefficients: Tensor, rows: Tensor) -> None:
-        """`[R]` or `[S, R]` coefficients of rows `[R, D]`."""
-        self._total.add_(coefficients @ rows)
+    def add(self, chunk: Tensor) -> None:
+        self._total.add_(chunk)
 
     @property
     def sum(self) -> Tensor:
@@ -424,7 +426,7 @@ def _normalize_backward(
 ) -> Tensor:
     """The gradient of h, where `y = h / rms(h) * gain` and `grad` is that of y."""
     rstd = _rstd(mix, eps)
-    dgain.add(rstd, torch.mul(grad, mix, out=scratch("product", mix.shape)))
+    dgain.add(rstd @ torch.mul(grad, mix, out=scratch("product", mix.shape)))
     grad = torch.mul(grad, gain, out=scratch("grad", mix.shape))
     along = _dot(grad, mix, scratch).mul_(rstd.pow(3)).div_(mix.shape[-1])
     return grad.mul_(rstd.unsqueeze(-1)).addcmul_(mix, along.unsqueeze(-1), value=-1)
@@ -439,9 +441,13 @@ def _pairs(rows: Sequence[Tensor], grad: Tensor, scratch: _Scratch) -> Tensor:
 
 
 def _softmax_backward(weights: Tensor, pairs: Tensor, dim: int) -> Tensor:
-    """`a_j (<g, v_j> - δ)`, with δ from the same pair products: taken from a rounded output, the sum over j would not
-    vanish, and what the sources have in common would multiply the rest."""
-    return pairs.sub_((weights * pairs).sum(dim, keepdim=True)).mul_(weights)
+    """`a_j (<g, v_j> - δ)`, with δ from the same pair products: a rounded output would be off by far more.
+
+    These sum to zero over j. What rounding leaves of the sum is taken out again, because in the query's gradient it is
+    multiplied by what the sources have in common, which is most of them in a residual stream.
+    """
+    dscore = pairs.sub_((weights * pairs).sum(dim, keepdim=True)).mul_(weights)
+    return dscore.addcmul_(weights, dscore.sum(dim, keepdim=True), value=-1)
 
 
 def _score_backward(dscore: Tensor, score: Tensor, rstd: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,11 @@ def _main(arguments: Sequence[str] | None) -> int:
     except RuntimeError as error:
         print(f"blockres.train: {error}", file=sys.stderr)
         return 2
+    return _begin(launch, config, problem)
+
+
+def _begin(launch: Launch, config: TrainConfig | None, problem: str | None) -> int:
+    """Train, once all ranks agree that they can; a `problem` found before comes instead of a config."""
     setup = None
     if config is not None:
         try:

@@ -200,16 +200,21 @@ class GPT(nn.Module):
     def forward(
         self, inputs: Tensor | tuple[Tensor, ...], partial: Tensor | None = None
     ) -> Tensor | tuple[tuple[Tensor, ...], Tensor | None]:
+        stream = self._open(inputs, partial)
+        sources, running = stream.state()
+        length = (sources[0] if running is None else running).shape[1]
+        rotary = _rotary_table(length, self.config, self.dtype, self._device)
+        for index, sublayer in self.sublayers.items():
+            self._probe(int(index), stream)
+            state = stream.read(_norm_of(sublayer))
+            with self._autocast():
+                update = sublayer(state, rotary)
+            stream.write(update)
+        return stream.state() if self.norm is None else self._logits(stream, self.norm)
+
+    def _autocast(self) -> torch.autocast:
         narrow = self.dtype.itemsize < 4
-        with torch.autocast(self._device.type, self.dtype if narrow else None, enabled=narrow):
-            stream = self._open(inputs, partial)
-            sources, running = stream.state()
-            length = (sources[0] if running is None else running).shape[1]
-            rotary = _rotary_table(length, self.config, self.dtype, self._device)
-            for index, sublayer in self.sublayers.items():
-                self._probe(int(index), stream)
-                stream.write(sublayer(stream.read(_norm_of(sublayer)), rotary))
-            return stream.state() if self.norm is None else self._logits(stream, self.norm)
+        return torch.autocast(self._device.type, self.dtype if narrow else None, enabled=narrow)
 
     @property
     def _device(self) -> torch.device:
@@ -225,7 +230,9 @@ class GPT(nn.Module):
         self._probe(self.stop, stream)
         projection = self.embedding if self.head is None else self.head
         assert projection is not None
-        return F.linear(stream.read(norm), projection.weight)
+        state = stream.read(norm)
+        with self._autocast():
+            return F.linear(state, projection.weight)
 
     def _probe(self, index: int, stream: BlockStream | StandardStream) -> None:
         if self.depth_probe is not None:

@@ -24,6 +24,9 @@ class Run:
     def __init__(self, config: TrainConfig, corpus: Corpus, split: Split, device: torch.device) -> None:
         self.config, self.corpus, self.split = config, corpus, split
         self.out = config.run.out
+        if dist.get_rank() == 0:
+            _set_earlier_run_aside(self.out)
+        dist.barrier()
         self.trainer = Trainer(config, split, device)
         self.speaks = self.trainer.has_last and self.trainer.dp_rank == 0
         self.journal = Journal(self.out / "metrics.jsonl", config.run.steps, self.speaks)
@@ -73,6 +76,8 @@ class Run:
         count = parameters.to(self.trainer.device)
         dist.all_reduce(count, group=self.trainer.pp)
         config, routing = self.config, self.trainer.routing
+        if (self.out / "earlier").exists():
+            self.journal.say(f"what an earlier run left in {self.out} is in {self.out / 'earlier'}")
         self.journal.say(
             f"{self.corpus.name}: {len(self.corpus.tokens):,} {unit}s, {len(split.train):,} to train on, "
             f"{len(split.validation):,} for validation\n"
@@ -133,6 +138,19 @@ class Run:
 
 def _block_words(sublayers_per_block: int | None) -> str:
     return "" if sublayers_per_block is None else f" ({sublayers_per_block} sublayers per block)"
+
+
+def _set_earlier_run_aside(out: Path) -> None:
+    """Move what an earlier run left to `earlier/<number>`, so that nothing is lost and nothing is mixed up."""
+    left = [
+        path for pattern in ("metrics.jsonl", "step-*", "*.png", "depth_weights.json") for path in out.glob(pattern)
+    ]
+    if not left:
+        return
+    number = 1 + len(list(out.glob("earlier/*")))
+    (out / "earlier" / str(number)).mkdir(parents=True)
+    for path in left:
+        path.rename(out / "earlier" / str(number) / path.name)
 
 
 def _files(paths: list[Path]) -> dict[str, str]:

@@ -1,0 +1,304 @@
+"""The command: what it trains, writes and says, however many processes it has, and how it refuses and fails.
+
+Runs of one process are made in this one; others start real processes. Ranks that cannot begin are played by threads
+that share a store, which shows the same code every rank's flags.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from blockres import train
+from blockres.training.launch import Launch
+
+TINY = shlex.split(
+    "--steps 4 --eval-interval 2 --eval-batches 1 --num-layers 4 --dim 32 --num-heads 2 --num-kv-heads 1 "
+    "--sequence-length 16 --batch-size 8 --num-microbatches 4 --warmup-steps 2 --num-threads 1 --device cpu"
+)
+BOUND = 90  # seconds; far more than any of these needs on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_alone(out: Path, *flags: str) -> list[dict]:
+    """Run the command as a single process, here; returns the metrics."""
+    failed = AssertionError("the run failed, see above")
+    with mock.patch.object(os, "_exit", side_effect=failed), pytest.raises(SystemExit) as end:
+        train.main([*TINY, "--out", str(out), *flags])
+    assert end.value.code == 0
+    return metrics(out)
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(records: list[dict]) -> list[float]:
+    keys = ("loss", "validation_loss", "grad_norm")
+    return [record[key] for record in records for key in keys if key in record]
+
+
+def torchrun(count: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "blockres.train"]
+    command = [sys.executable, "-m", *launcher, *TINY, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=BOUND, check=False)
+
+
+@contextmanager
+def ranks(*flags_of_rank: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that find each other as torchrun's would, each with flags of its own and nobody to end them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(flags_of_rank))}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "blockres.train", *TINY, *flags],
+            env={**os.environ, **meeting, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank, flags in enumerate(flags_of_rank)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def refusals(capsys: pytest.CaptureFixture[str], *flags_of_rank: list[str]) -> str:
+    """Start ranks as threads; all must exit with 2. Returns what they said, one copy of it, the same for each."""
+    store, count = dist.HashStore(), len(flags_of_rank)
+    launches = [Launch(rank, count, rank, count, store) for rank in range(count)]
+    configs, problems = zip(*[train._parse([*TINY, *flags]) for flags in flags_of_rank], strict=True)
+    with ThreadPoolExecutor(count) as pool:
+        codes = list(pool.map(train._begin, launches, configs, problems))
+    assert codes == [2] * count
+    said = capsys.readouterr().err
+    texts = set()
+    for rank in range(count):
+        (text,) = re.findall(rf"^blockres.train, rank {rank}: (.*?)(?=^blockres\.train, rank|\Z)", said, re.M | re.S)
+        texts.add(text)
+    assert len(texts) == 1
+    return texts.pop()
+
+
+# One process.
+
+
+@pytest.mark.parametrize("residual", ["block", "full", "standard"])
+def test_one_process_trains_and_says_what_it_did(tmp_path, capsys, residual):
+    records = run_alone(tmp_path, "--residual", residual)
+    assert [record["step"] for record in records] == [0, 1, 2, 2, 3, 4, 4]
+    assert all(math.isfinite(value) for value in losses(records))
+    said = capsys.readouterr().out
+    for text in (
+        "bytes, 4", f"8 sublayers, {residual} residual", "training loss", "nats per byte", "unigram entropy 3.",
+        "tokens/s", "sent per microbatch  0 units, 0 B forward", "cache peak", str(tmp_path / "step-000004"),
+    ):  # fmt: skip
+        assert text in said
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+    assert (tmp_path / "depth_weights.png").exists() == (residual != "standard")
+
+
+def test_it_learns(tmp_path):
+    records = run_alone(tmp_path, "--steps", "60", "--learning-rate", "1e-2", "--eval-interval", "60")
+    validation = [record["validation_loss"] for record in records if "validation_loss" in record]
+    assert validation[0] > 5.4
+    assert validation[-1] < 3.2
+
+
+def test_depth_weights_are_means_of_softmax_weights(tmp_path):
+    run_alone(tmp_path, "--sublayers-per-block", "3", "--schedule", "LoopedBFS", "--virtual-stages", "3")
+    rows = torch.tensor(json.loads((tmp_path / "depth_weights.json").read_text()))
+    assert rows.shape == (9, 4)
+    torch.testing.assert_close(rows.sum(1), torch.ones(9))
+    readable = torch.tensor([1, 2, 2, 2, 3, 3, 3, 4, 4])
+    assert torch.equal((rows > 0).sum(1), readable)
+
+
+def test_a_bin_file_in_bfloat16_with_tied_weights(tmp_path, capsys):
+    tokens = torch.randint(300, (4000,)).to(torch.uint16)
+    path = tmp_path / "train.bin"
+    path.write_bytes(tokens.numpy().tobytes())
+    flags = ["--data", str(path), "--vocab-size", "300", "--dtype", "bfloat16", "--tie-weights"]
+    run_alone(tmp_path / "out", *flags)
+    assert "nats per token" in capsys.readouterr().out
+
+
+def test_a_second_run_in_the_same_place_sets_the_first_aside(tmp_path, capsys):
+    first = run_alone(tmp_path, "--steps", "1")
+    (tmp_path / "notes.txt").touch()
+    run_alone(tmp_path, "--steps", "2", "--residual", "standard")
+    assert metrics(tmp_path / "earlier" / "1") == first
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "earlier", "loss.png", "metrics.jsonl", "notes.txt", "step-000002",
+    }  # fmt: skip
+    assert f"is in {tmp_path / 'earlier'}" in capsys.readouterr().out
+    run_alone(tmp_path, "--steps", "1")
+    assert len(metrics(tmp_path / "earlier" / "2")) == 4
+
+
+def test_without_matplotlib_it_says_so_and_draws_nothing(tmp_path, capsys):
+    with mock.patch("blockres.training.run.find_spec", return_value=None):
+        run_alone(tmp_path, "--steps", "1")
+    assert "no plots: matplotlib is not installed" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_the_checkpoint_holds_model_and_optimizer_under_the_unsplit_names(tmp_path):
+    run_alone(tmp_path, "--virtual-stages", "4", "--tie-weights")
+    entries = dcp.FileSystemReader(tmp_path / "step-000004").read_metadata().state_dict_metadata
+    names = {name.removeprefix("model.") for name in entries if name.startswith("model.")}
+    assert {"embedding.weight", "norm.weight", "sublayers.7.out.weight", "residual.aggregations.8.query"} <= names
+    assert {f"optimizer.{name}.exp_avg" for name in names} <= entries.keys()
+    assert not list(tmp_path.glob(".unfinished*"))
+
+
+# More processes. Everything is compared with one process that runs the whole model as one stage, in float64.
+
+EXACT = shlex.split("--dtype float64 --tie-weights --sublayers-per-block 3 --clip-norm 0.5")
+
+
+@pytest.fixture(scope="module")
+def unsplit(tmp_path_factory) -> list[float]:
+    return losses(run_alone(tmp_path_factory.mktemp("unsplit"), *EXACT, "--virtual-stages", "1"))
+
+
+def test_several_stages_in_one_process_follow_the_unsplit_run(tmp_path, unsplit):
+    assert losses(run_alone(tmp_path, *EXACT, "--virtual-stages", "3")) == pytest.approx(unsplit, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("count", "flags"),
+    [
+        (2, []),
+        (4, ["--dp-size", "2", "--num-microbatches", "2"]),
+        (4, ["--schedule", "LoopedBFS", "--no-cache"]),
+    ],
+    ids=["P2-V2", "dp2-P2-V2", "P4-V2-uncached"],
+)
+def test_a_pipeline_follows_the_unsplit_run(tmp_path, unsplit, count, flags):
+    run = torchrun(count, *EXACT, *flags, "--out", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert losses(metrics(tmp_path)) == pytest.approx(unsplit, rel=1e-10)
+    rows = torch.tensor(json.loads((tmp_path / "depth_weights.json").read_text()))
+    torch.testing.assert_close(rows.sum(1), torch.ones(9))
+    assert run.stdout.count("validation loss      ") == 1
+    if count == 2:
+        assert "sent per microbatch  5 units, 40.0 KiB forward with the cache, and as much" in run.stdout
+        assert "everything at every hop is 8 units, 64.0 KiB" in run.stdout
+
+
+# What cannot begin.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-microbatches", "7"], "7 microbatches do not divide"),
+        (["--virtual-stages", "5"], "10 pipeline stages .* the model has 8: .*--num-layers 5 or more"),
+        (["--batch-size", "10"], "multiple of --dp-size × --num-microbatches = 4, got 10; 12 would do"),
+        (["--dp-size", "3"], "--dp-size must divide the number of processes, got 3 and 2"),
+        (["--data", "/no/such/text"], "--data /no/such/text does not exist"),
+        (["--data", os.devnull], f"--data {os.devnull} does not exist"),
+        (["--sequence-length", "9999"], "use more data, a lower --batch-size or --sequence-length"),
+        (["--vocab-size", "100"], "the model knows 0 … 99: pass --vocab-size"),
+        (["--dtype", "float8"], "the flags could not be read"),
+        (["--dim", "33"], "the flags could not be read"),
+        (["--residual", "dense"], "the flags could not be read"),
+        (["--device", "cuda"], "PyTorch sees no GPU"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
+        (["--steps", "0"], "--steps must be greater than 0, got 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_refused_in_the_same_words_by_every_rank(tmp_path, capsys, flags, message):
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    refused = refusals(capsys, *[["--out", str(tmp_path), *flags]] * 2)
+    assert re.search(message, refused, re.S), refused
+
+
+def test_the_reason_why_a_shape_is_impossible_is_said(capsys):
+    assert train._parse(["--dim", "33"])[0] is None
+    assert "must be an even number" in capsys.readouterr().err
+
+
+def test_flags_that_differ_are_named_with_their_values_and_ranks(tmp_path, capsys):
+    same = ["--out", str(tmp_path)]
+    refused = refusals(capsys, same, [*same, "--num-layers", "6", "--no-cache"], same)
+    assert "--num-layers: 4 on ranks 0, 2, 6 on rank 1" in refused
+    assert "--cache: true on ranks 0, 2, false on rank 1" in refused
+
+
+def test_what_one_rank_alone_cannot_do_is_said_by_all(tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    same = ["--out", str(tmp_path)]
+    assert refusals(capsys, same, [*same, "--data", str(empty)]) == f"rank 1: --data {empty} is empty\n"
+
+
+def test_help_needs_no_other_rank(capsys):
+    with mock.patch.object(Launch, "find", side_effect=AssertionError), pytest.raises(SystemExit) as end:
+        train.main(["--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    for flag in shlex.split(
+        "--dp-size --virtual-stages --schedule --num-microbatches --dtype --pipeline-dtype --sublayers-per-block "
+        "--residual --steps --data --out --seed --device --cache --no-cache --dim --num-layers --batch-size "
+        "--sequence-length --learning-rate --warmup-steps --eval-interval"
+    ):
+        assert flag in said
+
+
+def test_real_processes_with_different_flags_all_say_so_and_end(tmp_path):
+    same = ["--out", str(tmp_path)]
+    with ranks(same, [*same, "--seed", "1"]) as processes:
+        for rank, process in enumerate(processes):
+            _, said = process.communicate(timeout=BOUND)
+            assert process.returncode == 2
+            assert f"rank {rank}: the ranks were started differently:\n  --seed: 0 on rank 0, 1 on rank 1" in said
+
+
+def test_a_killed_rank_ends_the_others_with_a_message(tmp_path):
+    endless = ["--out", str(tmp_path), "--steps", "1000000", "--eval-interval", "1000000"]
+    with ranks(endless, endless, endless) as processes:
+        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2)
+        processes[0].send_signal(signal.SIGKILL)
+        for rank, process in enumerate(processes[1:], start=1):
+            _, said = process.communicate(timeout=30)
+            assert process.returncode == 1
+            assert f"blockres.train, rank {rank} stopped: " in said
+            assert "lost a neighbour" in said
+
+
+def wait_for(condition, seconds: float = BOUND) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

@@ -248,8 +248,8 @@ def _matched(outputs: Sequence[Tensor], shape: Shape, dtype: torch.dtype) -> lis
 
 
 def relative_error(found: Tensor | None, wanted: Tensor) -> float:
-    """`|found - wanted| / |wanted|`; infinite where there is no result, or NaN in it."""
+    """`|found - wanted| / |wanted|`, or `|found|` where `wanted` is zero; infinite for no result, or one with a NaN."""
     if found is None:
         return float("inf")
-    error = ((found.detach().double() - wanted).norm() / wanted.norm()).item()
+    error = ((found.detach().double() - wanted).norm() / (wanted.norm() or 1.0)).item()
     return float("inf") if error != error else error

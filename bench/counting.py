@@ -7,11 +7,11 @@
         out.backward(g)
     ledger.units("rows", dtype)        # in row sets: [tokens, dim] in the storage dtype
 
-Kernels run in the interpreter, which notes the bytes of unmasked lanes. An operation of PyTorch is counted as what it must
-read and write: its arguments once, its results once, views and allocations nothing. Each access falls into one class by
-the size of the tensor: rows (a multiple of tokens x dim), statistics (a multiple of tokens), parameters (all else, rows of
-parameter gradients that belong to a program and not to a token among them). For that to be unambiguous, `tokens` is a prime
-that divides none of the other sizes.
+Kernels run in the interpreter, which notes the bytes of unmasked lanes. An operation of PyTorch is counted as what it
+must read and write: its arguments once, its results once, views and allocations nothing. Each access falls into one
+class by the size of the tensor: rows (a multiple of tokens x dim), statistics (a multiple of tokens), parameters (all
+else, rows of parameter gradients that belong to a program and not to a token among them). For that to be unambiguous,
+`tokens` is a prime that divides none of the other sizes.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ class Ledger(KernelMode):
                 moved[self._class(tensor.numel())] += accesses * _distinct(tensor) * tensor.element_size()
 
     def _class(self, elements: int) -> str:
-        """By the number of elements; of a kernel's argument only the bytes are known: they are taken as 2 an element."""
+        """By the number of elements; of a kernel's argument only the bytes are known: taken as 2 an element."""
         if elements and elements % (self.tokens * self.dim) == 0:
             return "rows"
         return "statistics" if elements % self.tokens == 0 else "parameters"

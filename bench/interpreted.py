@@ -2,10 +2,10 @@
 
 TRITON_INTERPRET=1 has to be set before triton is imported; `require_interpreter` does that for a script.
 
-`KernelMode` sends every `blockres::` operation to its Triton implementation instead of the CPU one, and runs the bodies of
-other packages' custom ops in place. `peer` lifts, while it lasts, what keeps another package's kernels out of the
-interpreter: a check for CUDA tensors, a choice between several configurations (all of which move the same bytes), loops
-whose index must be a tensor.
+`KernelMode` sends every `blockres::` operation to its Triton implementation instead of the CPU one, and runs the
+bodies of other packages' custom ops in place. `peer` lifts, while it lasts, what keeps another package's kernels out
+of the interpreter: a check for CUDA tensors, a choice between several configurations (all of which move the same
+bytes), loops whose index must be a tensor.
 """
 
 import contextlib

@@ -4,9 +4,10 @@
     python -m bench.stack --implementation all             # beside the textbook formula and the packages installed
     python -m bench.stack --stack 128x16 --parts           # where the bytes go
 
-Kernels run in Triton's interpreter on a few tokens, so no GPU is needed; see `bench.counting` for what is counted and how.
-The unit is d, one row set `[tokens, dim]` in bfloat16, per sublayer. Sublayers are stand-ins: their own traffic, and what
-they would keep for backward, is not counted. Everything else is: adds, norms, casts, stacks, autograd's accumulation.
+Kernels run in Triton's interpreter on a few tokens, so no GPU is needed; see `bench.counting` for what is counted and
+how. The unit is d, one row set `[tokens, dim]` in bfloat16, per sublayer. Sublayers are stand-ins: their own traffic,
+and what they would keep for backward, is not counted. Everything else is: adds, norms, casts, stacks, autograd's
+accumulation.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def count(name: str, shape: StackShape) -> Count:
             out = run(_open(name, parameters, embedding, shape, ledger), parameters, ledger.sublayer)
         gc.collect()
         kept = (ledger.kept(DTYPE) - 1) / shape.sublayers  # without the output itself
-        used = [embedding, *(parameters.norms if "standard" in name else parameters.all())]
+        used = [embedding, *parameters.used_by("standard" if name in (IDEAL, STANDARD) else name)]
         with ledger.phase("backward"):
             gradients = torch.autograd.grad(out, used, upstream)
     error = _error(name, parameters, embedding, upstream, shape, (out, gradients[0]))
@@ -117,7 +118,9 @@ def _error(
     """Of the output and of the embedding's gradient, the worse one, relative to the formula in float64."""
     wide, source = parameters.to(torch.float64), embedding.detach().double().requires_grad_()
     stream = (
-        StandardStream(source, rms_norm) if "standard" in name else open_stream(eager(), wide, source, shape.per_block)
+        StandardStream(source, rms_norm)
+        if name in (IDEAL, STANDARD)
+        else open_stream(eager(), wide, source, shape.per_block)
     )
     out = run(stream, wide, lambda x: 0.5 * x.flip(-1))
     (gradient,) = torch.autograd.grad(out, source, upstream.double())

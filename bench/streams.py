@@ -3,9 +3,9 @@
     stream = open_stream(implementation, parameters, embedding, sublayers_per_block)
     out = run(stream, parameters, sublayer)
 
-Sublayers are stand-ins: what is measured is everything that stands between them. A package with one-pass aggregation only
-adds each update to the partial sum with PyTorch and aggregates all sources anew for each sublayer; one with two phases runs
-phase 1 when a block opens. A norm that a package cannot fuse is a separate RMSNorm.
+Sublayers are stand-ins: what is measured is everything that stands between them. A package with one-pass aggregation
+only adds each update to the partial sum with PyTorch and aggregates all sources anew for each sublayer; one with two
+phases runs phase 1 when a block opens. A norm that a package cannot fuse is a separate RMSNorm.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class StackShape:
         sizes = text.split("x")
         if len(sizes) != 4 or not all(size.isdigit() for size in sizes):
             raise ValueError(
-                f"a stack is written sublayers x sublayers per block x tokens x dim, as in 128x16x4096x4096; got {text!r}"
+                f"a stack is sublayers x sublayers per block x tokens x dim, as in 128x16x4096x4096; got {text!r}"
             )
         return StackShape(*(int(size) for size in sizes))
 
@@ -63,8 +63,14 @@ class Parameters:
         self.key_weights = [leaf(1, 0.1) for _ in range(shape.sublayers + 1)]
         self.norms = [leaf(1, 0.1) for _ in range(shape.sublayers)]
 
-    def all(self) -> list[Tensor]:
-        return [*self.queries, *self.key_weights, *self.norms]
+    def by_kind(self, *, norms_only: bool = False) -> dict[str, list[Tensor]]:
+        norms = {"norms": list(self.norms)}
+        return norms if norms_only else norms | {"queries": list(self.queries), "key weights": list(self.key_weights)}
+
+    def used_by(self, implementation: "Implementation | str") -> list[Tensor]:
+        """The leaves that the stream of this implementation reads: the standard residual has norms only."""
+        kinds = self.by_kind(norms_only=implementation == "standard")
+        return [leaf for kind in kinds.values() for leaf in kind]
 
     def to(self, dtype: torch.dtype) -> "Parameters":
         """The same values in another dtype, as new leaves."""

@@ -9,7 +9,10 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        padded = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        padded = [
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         return f"| {' | '.join(padded)} |"
 
     rule = "|".join("-" * (width + 1) + (":" if i else "-") for i, width in enumerate(widths))

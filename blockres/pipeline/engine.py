@@ -20,6 +20,7 @@ METHODS = {
     "forward_maybe_with_nosync": ("args", "kwargs"),
     "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
     "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward", "last_backward"),
+    "backward_maybe_with_nosync": ("backward_type", "bwd_kwargs", "last_backward"),
     "backward_weight_one_chunk": ("bwd_chunk_id", "last_backward"),
     "get_fwd_recv_ops": ("fwd_chunk_id",),
     "get_fwd_send_ops": ("fwd_chunk_id",),

@@ -1,17 +1,19 @@
 """PyTorch's pipeline schedules by name: what each asks for, checked beforehand, and built so that a step cleans up."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from blockres.pipeline.routing import Placement
+from blockres.pipeline.routing import BlockRouting, Placement
 from blockres.pipeline.stage import BlockResStage
-from blockres.pipeline.wire import lost_neighbour, wait_all
+from blockres.pipeline.wire import lost_neighbour, post
 
 LossFunction = Callable[..., Tensor]
 
@@ -105,7 +107,7 @@ def build_schedule(
             f"routing with placement={schedule_placement(name)!r}"
         )
     for stage in stages:
-        stage.extra_settings = {"schedule": name, "n_microbatches": n_microbatches}
+        stage.extra_settings |= {"schedule": name, "number of microbatches": n_microbatches}
     base = get_schedule_class(name)
     schedule_class = type(base.__name__, (_Careful, base), {"__doc__": base.__doc__})
     first = stages[0] if issubclass(base, PipelineScheduleSingle) else list(stages)
@@ -124,10 +126,9 @@ def evaluate(
     return_outputs: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Forward only, without a schedule: each of the rank's stages runs all microbatches, in model order.
+    """Forward only, without autograd and without a schedule. Called on every rank.
 
-    Works under V placement and where one rank has all stages. (With several stages per rank in a loop of GPUs, use the
-    schedule's `eval`: there two neighbours could each wait for the other.)
+    Works under every placement, also where adjacent stages share a rank.
 
     Args:
         args, kwargs: the first stage's input, a whole batch; ignored elsewhere.
@@ -136,22 +137,16 @@ def evaluate(
     Returns:
         The whole batch's output on the rank with the last stage, elsewhere None.
     """
-    stages = sorted(stages, key=lambda stage: stage.stage_index)
     inputs, options = _split(args, kwargs, n_microbatches)
     targets = None if target is None else target.tensor_split(n_microbatches)
     outputs, found = [], []
-    try:
-        with torch.no_grad():
-            for microbatch, output in _run_forward(stages, inputs, options):
-                if return_outputs:
-                    outputs.append(output)
-                if loss_fn is not None and targets is not None:
-                    found.append(loss_fn(output, targets[microbatch]))
-    except BaseException:
-        for stage in stages:
-            stage.start_over()
-        raise
-    if losses is not None and stages[-1].is_last:
+    with _cleaning_up(stages), torch.no_grad():
+        for microbatch, output in _run_forward(stages, inputs, options):
+            if return_outputs:
+                outputs.append(output)
+            if loss_fn is not None and targets is not None:
+                found.append(loss_fn(output, targets[microbatch]))
+    if losses is not None and found:
         losses[:] = found
     return torch.cat(outputs) if outputs else None
 
@@ -162,78 +157,98 @@ class _Careful:
     block_stages: list[BlockResStage]
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        names = ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops")
+        with _cleaning_up(self.block_stages, *(getattr(self, name) for name in names if hasattr(self, name))):
             return super().step(*args, **kwargs)  # type: ignore[misc]
-        except BaseException as error:
-            self._start_over()
-            if lost_neighbour(error):
-                rank, neighbours = _neighbours(self.block_stages)
-                raise RuntimeError(
-                    f"pipeline rank {rank} lost one of its neighbours, rank {neighbours}, in the middle of a step; the "
-                    "cause is in what that rank printed last"
-                ) from error
-            raise
 
     def eval(self, *args: Any, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
         """Forward only, without autograd; arguments and result as those of PyTorch's `eval`."""
-        with torch.no_grad():
-            if not self.block_stages[0].routing.has_local_hops:
-                return super().eval(*args, target=target, losses=losses, **kwargs)  # type: ignore[misc]
-            kwargs.pop("return_outputs", None)
+        if self.block_stages[0].routing.has_local_hops:
+            microbatches, loss_fn = self._n_microbatches, self._loss_fn  # type: ignore[attr-defined]
             return evaluate(
-                self.block_stages,
-                self._n_microbatches,  # type: ignore[attr-defined]
-                *args,
-                target=target,
-                loss_fn=self._loss_fn,  # type: ignore[attr-defined]
-                losses=losses,
-                **kwargs,
+                self.block_stages, microbatches, *args, target=target, loss_fn=loss_fn, losses=losses, **kwargs
             )
+        with torch.no_grad():
+            return super().eval(*args, target=target, losses=losses, **kwargs)  # type: ignore[misc]
 
-    def _start_over(self) -> None:
-        for stage in self.block_stages:
+
+@contextmanager
+def _cleaning_up(stages: Sequence[BlockResStage], *leftovers: Any) -> Iterator[None]:
+    """After a failure, forget the step; where a neighbouring rank is lost, say so."""
+    try:
+        yield
+    except BaseException as error:
+        for stage in stages:
             stage.start_over()
-        for leftovers in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops"):
-            getattr(self, leftovers, []).clear()
+        for container in leftovers:
+            container.clear()
+        if lost_neighbour(error):
+            raise RuntimeError(
+                f"pipeline rank {stages[0].group_rank} lost a neighbour (rank {_neighbours(stages)}) in the middle of "
+                "a step; the cause is in what that rank printed last"
+            ) from error
+        raise
 
 
 def _run_forward(
     stages: Sequence[BlockResStage], inputs: Sequence[tuple[Any, ...]], options: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[int, Tensor]]:
     """The model's outputs by microbatch, on the rank that has them."""
+    by_index = {stage.stage_index: stage for stage in stages}
+    arriving: dict[tuple[int, int], list[Work]] = {}
+    leaving: list[Work] = []
     for stage in stages:
         stage.begin_evaluation(len(inputs))
-    for chain in _chains(stages):
-        for microbatch, (args, kwargs) in enumerate(zip(inputs, options, strict=True)):
-            output = _run_chain(chain, microbatch, args, kwargs)
-            if chain[-1].is_last:
-                yield microbatch, output
+    for action in forward_order(stages[0].routing, len(inputs))[stages[0].group_rank]:
+        stage, microbatch = by_index[action.stage], action.microbatch
+        if action.kind == "receive":
+            arriving[action.stage, microbatch] = post(stage.get_fwd_recv_ops(microbatch))
+            continue
+        for work in arriving.pop((action.stage, microbatch), []):
+            work.wait()
+        output = stage.forward_one_chunk(microbatch, inputs[microbatch], options[microbatch], save_forward_output=False)
+        if stage.is_last:
+            yield microbatch, output
+        elif action.stage + 1 in by_index:
+            by_index[action.stage + 1].set_local_fwd_input(output, microbatch)
+        else:
+            leaving += post(stage.get_fwd_send_ops(microbatch))
     for stage in stages:
         stage.finish_sends()
+    for work in leaving:
+        work.wait()
 
 
-def _run_chain(
-    chain: Sequence[BlockResStage], microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """One microbatch through stages that follow each other on one rank."""
-    wait_all(chain[0].get_fwd_recv_ops(microbatch))
-    output = chain[0].forward_one_chunk(microbatch, args, kwargs, save_forward_output=False)
-    for stage in chain[1:]:
-        stage.set_local_fwd_input(output, microbatch)
-        output = stage.forward_one_chunk(microbatch, (), kwargs, save_forward_output=False)
-    wait_all(chain[-1].get_fwd_send_ops(microbatch))
-    return output
+@dataclass(frozen=True)
+class ForwardAction:
+    """Run a stage's forward and send what it gives, or post the receive for a stage's input."""
+
+    kind: Literal["forward", "receive"]
+    stage: int
+    microbatch: int
 
 
-def _chains(stages: Sequence[BlockResStage]) -> list[list[BlockResStage]]:
-    """The rank's stages, those that follow each other directly put together."""
-    chains: list[list[BlockResStage]] = []
-    for stage in stages:
-        if chains and chains[-1][-1].stage_index == stage.stage_index - 1:
-            chains[-1].append(stage)
-        else:
-            chains.append([stage])
-    return chains
+def forward_order(routing: BlockRouting, n_microbatches: int) -> list[list[ForwardAction]]:
+    """For each rank, the order of a forward-only pass, found by playing it through tick by tick.
+
+    A rank with a choice runs its latest stage, so that microbatches leave as soon as they can. A receive is posted
+    where the send happens, so two ranks put the messages between them in the same order.
+    """
+    orders: list[list[ForwardAction]] = [[] for _ in range(routing.pp_size)]
+    last = routing.num_stages - 1
+    done = [0] * routing.num_stages
+    while done[last] < n_microbatches:
+        before = [n_microbatches, *done]
+        for rank, order in enumerate(orders):
+            ready = [stage for stage in routing.stages_of(rank) if done[stage] < before[stage]]
+            if not ready:
+                continue
+            stage = ready[-1]
+            order.append(ForwardAction("forward", stage, done[stage]))
+            if stage < last and not routing.is_local(stage):
+                orders[routing.rank_of(stage + 1)].append(ForwardAction("receive", stage + 1, done[stage]))
+            done[stage] += 1
+    return orders
 
 
 def _split(
@@ -244,15 +259,11 @@ def _split(
     return split_args_kwargs_into_chunks(args, kwargs, n_microbatches)
 
 
-def _neighbours(stages: Sequence[BlockResStage]) -> tuple[int, str]:
-    routing, own = stages[0].routing, stages[0].group_rank
-    reached = {
-        routing.rank_of(other)
-        for stage in stages
-        for other in (stage.stage_index - 1, stage.stage_index + 1)
-        if 0 <= other < routing.num_stages
-    }
-    return own, " or ".join(str(rank) for rank in sorted(reached - {own}))
+def _neighbours(stages: Sequence[BlockResStage]) -> str:
+    routing = stages[0].routing
+    adjacent = {index for stage in stages for index in (stage.stage_index - 1, stage.stage_index + 1)}
+    ranks = {routing.rank_of(index) for index in adjacent if 0 <= index < routing.num_stages}
+    return " or ".join(str(rank) for rank in sorted(ranks - {stages[0].group_rank}))
 
 
 def _rules(name: str) -> ScheduleRules:

@@ -21,11 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 
 from blockres.pipeline.cache import BlockCache, add_gradients
 from blockres.pipeline.engine import check_engine
 from blockres.pipeline.routing import BlockRouting
+from blockres.pipeline.split_backward import backward_inputs, backward_weights
 from blockres.pipeline.wire import Header, HopFormat, Incoming, Link, Outbox, Traffic, agree
 
 check_engine()
@@ -53,6 +56,10 @@ class BlockResStage(PipelineStage):
         group: the pipeline's ranks; default: the world.
         check_headers: check what hops say about themselves in every step. On the CPU that is always done; on a GPU it
             stops the host, so by default only the first step of training and of evaluation is checked.
+
+    Attributes:
+        extra_settings: by name, whatever else must be the same on all ranks; compared with the stage's own settings
+            before the first step (values that JSON can express).
 
     Raises:
         ValueError: where the index, the group and the routing do not fit together; at the first step, where ranks were
@@ -84,7 +91,7 @@ class BlockResStage(PipelineStage):
             routing.num_stages,
             torch.device(device),
             # With both given the engine neither runs the model once in advance nor sends pickled shapes around.
-            input_args=(placeholder,) * (len(self.plan.inputs) + 1),
+            input_args=(placeholder,) * len(self.plan.inputs),
             output_args=(placeholder,),
             group=group,
         )
@@ -163,7 +170,7 @@ class BlockResStage(PipelineStage):
                 f"the schedule puts the stages on ranks {placed}, the routing on {routed}: build the routing with the "
                 "placement of the schedule ('v' for ZBVZeroBubble and DualPipeV, else 'loop')"
             )
-        self._agree({"number of microbatches": num_microbatches})
+        self._agree({"microbatches in this step": num_microbatches})
         self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[()]:
@@ -179,7 +186,7 @@ class BlockResStage(PipelineStage):
         """What a schedule does at the start of a forward-only step; for those that run stages without one."""
         self.has_backward = False
         self.clear_runtime_states()
-        self._agree(self._settings() | {"number of microbatches": n_microbatches})
+        self._agree(self._settings() | {"microbatches in this step": n_microbatches})
 
     def finish_sends(self) -> None:
         """Wait for what this stage has sent."""
@@ -357,28 +364,20 @@ class BlockResStage(PipelineStage):
         self, microbatch: int, leaves: dict[int, Tensor], outputs: dict[int, Tensor], wants: tuple[bool, ...]
     ) -> None:
         """Keep what backward needs: the leaves, and one root over the new outputs that want a gradient."""
-        roots = {unit: tensor for unit, tensor in outputs.items() if tensor.requires_grad}
-        flight = _Flight.of(leaves, sent_wants=dict(zip(self.plan.sent, wants, strict=True)), roots=roots)
-        anchor = self._anchor()
-        root = _Root.apply(flight.root_gradients, anchor, *roots.values())
+        new = {unit: tensor for unit, tensor in outputs.items() if tensor.requires_grad}
+        flight = _Flight.of(leaves, sent_wants=dict(zip(self.plan.sent, wants, strict=True)), roots=new)
+        root = (_Root.apply(flight.root_gradients, *new.values()),) if new else ()
         self._state.flights[microbatch] = flight
-        self.fwd_cache[microbatch] = ((root,), [*leaves.values(), anchor])
+        self.fwd_cache[microbatch] = (root, list(leaves.values()))
 
     def _finish(self, microbatch: int, leaves: dict[int, Tensor], output: Any, save_output: bool) -> Any:
         """The end of the model: the engine computes the loss from what this returns."""
         if self.has_backward:
-            anchor = self._anchor()
-            if not self.is_first and not any(leaf.requires_grad for leaf in leaves.values()):
-                output = _anchored(output, anchor)
             self._state.flights[microbatch] = _Flight.of(leaves, sent_wants={}, roots={})
-            self.fwd_cache[microbatch] = (_tensors(output), [*leaves.values(), anchor])
+            self.fwd_cache[microbatch] = (_tensors(output), list(leaves.values()))
         if save_output:
             self.output_chunks.append(output)
         return output
-
-    def _anchor(self) -> Tensor:
-        """An input that always wants a gradient: a split backward finds weights only on paths that reach an input."""
-        return torch.zeros((), device=self.device, requires_grad=True)
 
     # Backward.
 
@@ -399,16 +398,40 @@ class BlockResStage(PipelineStage):
         if not self.has_backward:
             return
         with self._start_over_on_error():
-            if loss is not None and loss._is_view():
-                loss = loss.clone()  # a split backward detaches it in place, which views do not allow
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             own_gradients = self.bwd_cache.pop(bwd_chunk_id)
             upstream = self._route(bwd_chunk_id, own_gradients)
             if not self.is_first:
                 self.bwd_cache[bwd_chunk_id] = upstream
-                self._drop_inputs(bwd_chunk_id)
             if self.plan.is_first_on_rank:
                 self.cache.check_deposits_collected(bwd_chunk_id)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        """The engine's, which knows about data parallelism, but with halves of a backward that can share parameters."""
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if isinstance(self.submod, DistributedDataParallel):
+            raise TypeError(
+                "a schedule that splits the backward does not reach the hooks of DistributedDataParallel, so gradients "
+                "would not be reduced; wrap the stage's module with fully_shard instead, or take a schedule that does "
+                "not split (1F1B, Interleaved1F1B)"
+            )
+        if isinstance(self.submod, FSDPModule):
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if backward_type == "weight":
+            backward_weights(bwd_kwargs["param_groups"])
+            return (), None
+        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        inputs, bwd_kwargs["input_values"], bwd_kwargs["stage_output"] = bwd_kwargs["input_values"], (), ()
+        result = backward_inputs(outputs, gradients, inputs, self.submod.parameters())
+        for output in outputs:
+            if not output._is_view():
+                output.detach_()  # the schedule keeps losses to the end of the step, and with them their graphs
+        return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._start_over_on_error():
@@ -428,7 +451,7 @@ class BlockResStage(PipelineStage):
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor]:
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
         """Put together the gradients of the new outputs; the engine gets one for the root that hands them out."""
         flight = self._state.flights[bwd_chunk_id]
         flight.returned = dict(zip(flight.wanted, self._take_gradients(bwd_chunk_id), strict=True))
@@ -436,7 +459,7 @@ class BlockResStage(PipelineStage):
             deposited = self._collect(bwd_chunk_id, unit) if unit in self.plan.kept_produced else None
             total = add_gradients(flight.returned.pop(unit, None), deposited)
             flight.root_gradients[unit] = None if total is None else total.to(self.dtype)
-        return (torch.ones((), device=self.device),)
+        return (torch.ones((), dtype=self.dtype, device=self.device),) if flight.root_gradients else ()
 
     def _take_gradients(self, microbatch: int) -> Sequence[Tensor | None]:
         if self.plan.next_is_local:
@@ -448,7 +471,7 @@ class BlockResStage(PipelineStage):
         flight = self._state.flights.pop(microbatch)
         gradients = {
             unit: add_gradients(own, flight.returned.pop(unit, None))
-            for unit, own in zip(flight.leaf_wants, own_gradients, strict=False)
+            for unit, own in zip(flight.leaf_wants, own_gradients, strict=True)
             if flight.leaf_wants[unit]
         }
         for source in self.plan.held:
@@ -461,14 +484,6 @@ class BlockResStage(PipelineStage):
 
     def _collect(self, microbatch: int, source: int) -> Tensor | None:
         return self.cache.collect(microbatch, source, expected=self.plan.deposits[source])
-
-    def _drop_inputs(self, microbatch: int) -> None:
-        """After the input half of a split backward the engine keeps inputs, with gradients, that it has no use for."""
-        if microbatch in self.backward_state:
-            inputs, *rest = self.backward_state[microbatch]
-            for leaf in inputs:
-                leaf.grad = None
-            self.backward_state[microbatch] = ((), *rest)
 
     def _zero(self) -> Tensor:
         return torch.zeros(self.microbatch_shape, dtype=self.format.wire_dtype, device=self.device)
@@ -589,33 +604,13 @@ class _Root(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: dict[int, Tensor | None], anchor: Tensor, *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: dict[int, Tensor | None], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return torch.zeros_like(anchor)
+        return outputs[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.gradients.values())
-
-
-class _Anchored(torch.autograd.Function):
-    """The output itself, with a path to the anchor."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
-        return gradients[0], None
-
-
-def _anchored(output: Any, anchor: Tensor) -> Any:
-    if isinstance(output, Tensor):
-        return _Anchored.apply(output, anchor) if output.is_floating_point() else output
-    if isinstance(output, (tuple, list)):
-        return type(output)(_anchored(item, anchor) for item in output)
-    return output
+        return (None, *ctx.gradients.values())
 
 
 def _tensors(output: Any) -> tuple[Tensor, ...]:

@@ -128,10 +128,9 @@ class Link:
         return [dist.P2POp(dist.irecv, message, group=self.group, group_peer=self.peer) for message in messages]
 
 
-def wait_all(operations: Sequence[dist.P2POp]) -> None:
-    """Post receives and wait for them."""
-    for work in [_post(operation) for operation in operations]:
-        work.wait()
+def post(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Start sends or receives, in order."""
+    return [_post(operation) for operation in operations]
 
 
 class Outbox:
@@ -150,7 +149,7 @@ class Outbox:
         if self._waits_for_previous:
             self.flush()
         self._works = [work for work in self._works if not work.is_completed()]
-        self._works += [_post(operation) for operation in operations]
+        self._works += post(operations)
 
     def flush(self) -> None:
         """Wait for all sends."""

@@ -1,11 +1,12 @@
 """Real processes in a gloo group, each with a bounded life: what they return, how they end, and nothing left behind."""
 
+import importlib
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -18,16 +19,16 @@ import torch.distributed as dist
 
 @dataclass
 class Outcome:
-    """How one rank ended: what it returned, or the text of its exception, and after how many seconds."""
+    """How one rank ended: what it yielded, the text of its exception if it raised one, and after how many seconds."""
 
-    value: Any
+    values: list[Any]
     error: str | None
     exit_code: int | None
     seconds: float
 
 
-def run_ranks(world_size: int, worker: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Outcome]:
-    """Run `worker(rank, *args)` on every rank and wait for all; whoever is left after `timeout` seconds is killed.
+def run_ranks(world_size: int, worker: Callable[..., Iterable[Any]], *args: Any, timeout: float = 60) -> list[Outcome]:
+    """Run the generator `worker(rank, *args)` on every rank; whoever is left after `timeout` seconds is killed.
 
     `worker` must be importable by name. Its exception ends its process with exit code 1, as it would a command.
     """
@@ -52,12 +53,38 @@ def run_ranks(world_size: int, worker: Callable[..., Any], *args: Any, timeout: 
                 process.join()
 
 
-def run_all_well(world_size: int, worker: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
-    """`run_ranks` where every rank must end well: what they returned."""
+def run_all_well(world_size: int, worker: Callable[..., Iterable[Any]], *args: Any, timeout: float = 60) -> list[Any]:
+    """`run_ranks` where every rank must end well: what they yielded, one list a rank."""
     outcomes = run_ranks(world_size, worker, *args, timeout=timeout)
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}:\n{outcome.error}"
-    return [outcome.value for outcome in outcomes]
+    return [outcome.values for outcome in outcomes]
+
+
+Check = Callable[[int], None]
+
+
+def run_checks(world_size: int, checks: list[Check], timeout: float = 60) -> dict[str, list[str]]:
+    """Run many checks in one set of processes: what went wrong, by the name of the check.
+
+    A check takes the rank and asserts. The first one that fails on a rank ends that rank, and so soon all of them.
+    """
+    names = [(check.__module__, check.__name__) for check in checks]
+    failures: dict[str, list[str]] = {check.__name__: [] for check in checks}
+    for rank, outcome in enumerate(run_ranks(world_size, _run_in_turn, names, timeout=timeout)):
+        for position, name in enumerate(failures):
+            if position == len(outcome.values):
+                failures[name].append(f"rank {rank} failed here: {outcome.error or 'it did not come to an end'}")
+            elif position > len(outcome.values):
+                failures[name].append(f"rank {rank} did not get here")
+    return failures
+
+
+def _run_in_turn(rank: int, names: list[tuple[str, str]]) -> Iterator[str]:
+    for module, name in names:
+        dist.barrier()
+        getattr(importlib.import_module(module), name)(rank)
+        yield name
 
 
 def _rank_main(
@@ -66,14 +93,15 @@ def _rank_main(
     folder: str,
     timeout: float,
     sender: Connection,
-    worker: Callable[..., Any],
+    worker: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     try:
-        sender.send((worker(rank, *args), None))
+        for value in worker(rank, *args):
+            sender.send((value, None))
     except BaseException:
         sender.send((None, traceback.format_exc()))
         sender.close()
@@ -82,11 +110,14 @@ def _rank_main(
 
 
 def _outcome(process: BaseProcess, receiver: Connection, began: float, deadline: float) -> Outcome:
-    value, error = None, None
+    outcome = Outcome([], None, None, 0.0)
     try:
-        if receiver.poll(max(0.0, deadline - time.monotonic())):
-            value, error = receiver.recv()
+        while outcome.error is None and receiver.poll(max(0.0, deadline - time.monotonic())):
+            value, outcome.error = receiver.recv()
+            if outcome.error is None:
+                outcome.values.append(value)
     except EOFError:
-        error = "ended without a word"
+        pass
     process.join(max(0.1, deadline - time.monotonic()))
-    return Outcome(value, error, process.exitcode, time.monotonic() - began)
+    outcome.exit_code, outcome.seconds = process.exitcode, time.monotonic() - began
+    return outcome

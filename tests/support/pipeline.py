@@ -1,6 +1,6 @@
 """A tiny model on a block residual stream, whole and in stages, and what a rank needs to run it in a pipeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blockres.modules import BlockAttnRes
-from blockres.pipeline import BlockCache, BlockResStage, BlockRouting, build_schedule, schedule_placement
+from blockres.pipeline import BlockCache, BlockResStage, BlockRouting, Traffic, build_schedule, schedule_placement
 
 VOCABULARY = 11
 
@@ -164,6 +164,9 @@ class Pipeline:
         named = [pair for stage in self.stages for pair in stage.submod.named_parameters()]
         return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
+    def traffic(self) -> Traffic:
+        return sum((stage.traffic() for stage in self.stages), Traffic())
+
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
 
@@ -215,15 +218,48 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
-@contextmanager
-def sent_messages() -> Iterator[list[Tensor]]:
-    """While it lasts, collects every tensor that this process hands to `torch.distributed.isend`, copied."""
-    module, original = dist.distributed_c10d, dist.isend
-    sent: list[Tensor] = []
+class _WatchedWork:
+    """A work handle that remembers whether anybody waited for it."""
 
-    def recording(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.clone())
-        return original(tensor, *args, **kwargs)
+    def __init__(self, work: dist.Work) -> None:
+        self._work, self.waited = work, False
+
+    def wait(self, *args: Any) -> Any:
+        self.waited = True
+        return self._work.wait(*args)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+@dataclass
+class Sent:
+    """A message handed to `isend`: its content, where it lay in memory, in which group, and its handle."""
+
+    content: Tensor
+    address: int
+    group: dist.ProcessGroup | None
+    work: _WatchedWork
+
+    @property
+    def is_header(self) -> bool:
+        return self.content.dtype == torch.int64
+
+    @property
+    def is_payload(self) -> bool:
+        return self.content.is_floating_point()
+
+
+@contextmanager
+def sent_messages(change: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[list[Sent]]:
+    """While it lasts, records every call of `torch.distributed.isend` in this process; `change` may tamper with it."""
+    module, original = dist.distributed_c10d, dist.isend
+    sent: list[Sent] = []
+
+    def recording(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, **peer: Any) -> _WatchedWork:
+        work = _WatchedWork(original(change(tensor), dst, group, tag, **peer))
+        sent.append(Sent(tensor.clone(), tensor.data_ptr(), group, work))
+        return work
 
     dist.isend = module.isend = recording
     try:

@@ -21,7 +21,7 @@ import blockres
 from blockres.training.config import TrainConfig
 from blockres.training.data import Corpus, Split, load_corpus
 from blockres.training.launch import Launch, choose_device, open_process_group, share_cores
-from blockres.training.run import Run
+from blockres.training.run import Run, TrainingStopped
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,20 @@ def _check_writable(directory: Path) -> None:
 
 def _run_guarded(setup: Setup, launch: Launch) -> int:
     share_cores(launch, setup.config.run.num_threads)
+    run = None
     try:
         open_process_group(launch, setup.device, setup.config.run.timeout)
-        Run(setup.config, setup.corpus, setup.split, setup.device).to_the_end()
+        run = Run(setup.config, setup.corpus, setup.split, setup.device)
+        run.to_the_end()
+    except TrainingStopped as end:
+        print(f"blockres.train, rank {launch.rank}: {end}", file=sys.stderr, flush=True)
+        dist.destroy_process_group()
+        launch.farewell()
+        return 1
     except BaseException as error:
         traceback.print_exc()
-        print(f"blockres.train, rank {launch.rank} stopped: {error or type(error).__name__}", file=sys.stderr)
+        when = f"at step {run.step}" if run else "before the first step"
+        print(f"blockres.train, rank {launch.rank} stopped {when}: {error or type(error).__name__}", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()
         # An orderly exit would close the connections, and that can wait for ever for a rank that has ended.

@@ -73,7 +73,7 @@ class OptimizerFlags:
 
     learning_rate: float = 3e-3
     min_learning_rate: float = 3e-4
-    warmup_steps: int = 40
+    warmup_steps: int = 20
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -91,16 +91,18 @@ class RunFlags:
         seed: of the initial values and of the order of the data.
         device: cpu or cuda; by default cuda where there is a GPU.
         dtype: of the residual stream and the matrix products; parameters are at least float32.
+        nan_policy: what follows a loss or gradient that is not finite: stop, or skip (leave the step out and go on).
         num_threads: CPU threads of each process; by default the machine's cores, shared evenly.
         timeout: seconds that a rank waits for another before it gives up.
     """
 
-    steps: int = 300
-    eval_interval: int = 100
+    steps: int = 200
+    eval_interval: int = 50
     out: Path = Path("runs/blockres")
     seed: int = 0
     device: Literal["cpu", "cuda"] | None = None
     dtype: Dtype = "float32"
+    nan_policy: Literal["stop", "skip"] = "stop"
     num_threads: int | None = None
     timeout: float = 300.0
 

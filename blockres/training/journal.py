@@ -1,9 +1,10 @@
 """What a run tells: a line of JSON for every step and evaluation, a progress bar, the closing lines."""
 
 import json
+import math
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -46,9 +47,11 @@ class Journal:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, **record: Any) -> None:
+    def _write(self, **record: float) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({**record, "time": time.time()}) + "\n")
+            # JSON has no NaN.
+            finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+            self._file.write(json.dumps({**finite, "time": time.time()}) + "\n")
             self._file.flush()
 
 

@@ -1,8 +1,10 @@
 """A training run: the loop, what it writes down, and what it says at the end."""
 
 import json
+import math
 import time
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -15,11 +17,15 @@ from blockres.training.config import TrainConfig
 from blockres.training.data import Corpus, Split
 from blockres.training.journal import Journal, closing_lines, human_bytes
 from blockres.training.optim import learning_rate
-from blockres.training.trainer import Trainer
+from blockres.training.trainer import StepReport, Trainer
+
+
+class TrainingStopped(Exception):
+    """Raised on all ranks at the same point: there is nothing to train on with."""
 
 
 class Run:
-    """A run on one rank, in an open process group."""
+    """A run on one rank, in an open process group. `step` is the number of steps done."""
 
     def __init__(self, config: TrainConfig, corpus: Corpus, split: Split, device: torch.device) -> None:
         self.config, self.corpus, self.split = config, corpus, split
@@ -30,6 +36,7 @@ class Run:
         self.trainer = Trainer(config, split, device)
         self.speaks = self.trainer.has_last and self.trainer.dp_rank == 0
         self.journal = Journal(self.out / "metrics.jsonl", config.run.steps, self.speaks)
+        self.step = 0
         self.seconds = 0.0
 
     def to_the_end(self) -> None:
@@ -37,10 +44,10 @@ class Run:
         self._introduce()
         steps, interval = self.config.run.steps, self.config.run.eval_interval
         self.journal.evaluation(0, self.trainer.evaluate())
-        for step in range(steps):
-            self._train_step(step)
-            if (step + 1) % interval == 0 and step + 1 < steps:
-                self.journal.evaluation(step + 1, self.trainer.evaluate())
+        while self.step < steps:
+            self._train_step()
+            if self.step % interval == 0 and self.step < steps:
+                self.journal.evaluation(self.step, self.trainer.evaluate())
         traffic, peak = self.trainer.step_traffic(), self.trainer.cache_peak()
         depth = self.trainer.new_depth_weights()
         self.journal.evaluation(steps, self.trainer.evaluate(depth))
@@ -52,37 +59,45 @@ class Run:
             files = [self.out / "metrics.jsonl", checkpoint, *pictures]
             print(closing_lines({**self._results(), **self._costs(traffic, peak), **_files(files)}))
 
-    def _train_step(self, step: int) -> None:
+    def _train_step(self) -> None:
         begin = time.perf_counter()
-        report = self.trainer.train_step(step)
+        report = self.trainer.train_step(self.step)
         seconds = time.perf_counter() - begin
+        rate = learning_rate(self.step, self.config.run.steps, self.config.optimizer)
         self.seconds += seconds
+        self.step += 1
         self.journal.step(
-            step + 1,
+            self.step,
             report.loss,
             tokens=self._tokens_per_step,
             seconds=seconds,
-            learning_rate=learning_rate(step, self.config.run.steps, self.config.optimizer),
+            learning_rate=rate,
             grad_norm=report.grad_norm,
         )
+        if not report.is_finite:
+            self._meet_broken_step(report)
+
+    def _meet_broken_step(self, report: StepReport) -> None:
+        ranks = ", ".join(map(str, self.trainer.ranks_with_broken_gradients())) or "none"
+        what = f"step {self.step}: loss {report.loss}, gradient norm {report.grad_norm}, broken on ranks: {ranks}"
+        if self.config.run.nan_policy == "stop":
+            raise TrainingStopped(f"{what}. --nan-policy skip would leave out such steps")
+        self.journal.say(f"{what}; the step is left out")
 
     @property
     def _tokens_per_step(self) -> int:
         return self.config.data.batch_size * self.config.data.sequence_length
 
     def _introduce(self) -> None:
-        unit, split = self.corpus.unit, self.split
-        parameters = torch.tensor(sum(p.numel() for part in self.trainer.parts for p in part.parameters()))
-        count = parameters.to(self.trainer.device)
-        dist.all_reduce(count, group=self.trainer.pp)
-        config, routing = self.config, self.trainer.routing
+        config, routing, split, unit = self.config, self.trainer.routing, self.split, self.corpus.unit
+        num_parameters = self.trainer.num_parameters()
         if (self.out / "earlier").exists():
             self.journal.say(f"what an earlier run left in {self.out} is in {self.out / 'earlier'}")
         self.journal.say(
             f"{self.corpus.name}: {len(self.corpus.tokens):,} {unit}s, {len(split.train):,} to train on, "
             f"{len(split.validation):,} for validation\n"
             f"{config.model.num_sublayers} sublayers, {config.model.residual} residual"
-            f"{_block_words(config.model.block)}, {int(count):,} parameters\n"
+            f"{_block_words(config.model.block)}, {num_parameters:,} parameters\n"
             f"{config.parallel.dp_size} × {routing.pp_size} processes on {self.trainer.device.type}, "
             f"{config.parallel.virtual_stages} stages each ({config.parallel.schedule}, "
             f"{config.parallel.num_microbatches} microbatches), sublayers per stage "
@@ -91,10 +106,10 @@ class Run:
 
     def _results(self) -> dict[str, str]:
         unit, journal = f"nats per {self.corpus.unit}", self.journal
-        last = [loss for _, loss in journal.training[-20:]]
+        last = [loss for _, loss in journal.training[-20:] if math.isfinite(loss)]
         tokens = self._tokens_per_step * len(journal.training)
         return {
-            "training loss": f"{sum(last) / len(last):.4f} {unit} (mean of the last {len(last)} steps)",
+            "training loss": f"{sum(last) / max(1, len(last)):.4f} {unit} (mean of the last {len(last)} steps)",
             "validation loss": f"{journal.validation[-1][1]:.4f} {unit}, {journal.validation[0][1]:.4f} at the start; "
             f"unigram entropy {self.split.unigram_entropy():.4f}",
             "speed": f"{tokens / self.seconds:,.0f} tokens/s, {self.seconds:.0f} s of training",
@@ -142,15 +157,13 @@ def _block_words(sublayers_per_block: int | None) -> str:
 
 def _set_earlier_run_aside(out: Path) -> None:
     """Move what an earlier run left to `earlier/<number>`, so that nothing is lost and nothing is mixed up."""
-    left = [
-        path for pattern in ("metrics.jsonl", "step-*", "*.png", "depth_weights.json") for path in out.glob(pattern)
-    ]
-    if not left:
-        return
-    number = 1 + len(list(out.glob("earlier/*")))
-    (out / "earlier" / str(number)).mkdir(parents=True)
-    for path in left:
-        path.rename(out / "earlier" / str(number) / path.name)
+    patterns = ("metrics.jsonl", "step-[0-9]*", "loss.png", "depth_weights.*")
+    left = [path for pattern in patterns for path in out.glob(pattern)]
+    if left:
+        aside = next(path for number in count(1) if not (path := out / "earlier" / str(number)).exists())
+        aside.mkdir(parents=True)
+        for path in left:
+            path.rename(aside / path.name)
 
 
 def _files(paths: list[Path]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from blockres.models.gpt import GPT, next_token_loss, probe_depth
@@ -30,14 +30,15 @@ from blockres.training.depth import DepthWeights
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step's mean loss in nats per token and its gradient norm before clipping, over all ranks and equal on all.
-
-    `stop` says that some rank was asked to stop.
-    """
+    """A step's mean loss in nats per token and its gradient norm before clipping, over all ranks and equal on all."""
 
     loss: float
     grad_norm: float
-    stop: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are numbers, so that the parameters were changed."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Trainer:
@@ -81,16 +82,17 @@ class Trainer:
         available = self.split.num_validation_batches
         return min(available, self.config.data.eval_batches or available)
 
-    def train_step(self, step: int, wants_stop: bool = False) -> StepReport:
-        """Run step `step`, counted from 0. Where the gradient is not finite, the parameters stay as they were."""
+    def train_step(self, step: int) -> StepReport:
+        """Run step `step`, counted from 0. Where loss or gradient are not finite, the parameters stay as they were."""
         optim.set_learning_rate(self.optimizer, optim.learning_rate(step, self.config.run.steps, self.config.optimizer))
         self.optimizer.zero_grad()
         for stage in self.stages:
             stage.reset_traffic()
         loss = self._run(self.schedule.step, self.split.training_batch(self.config.run.seed, step))
         self._sum_gradients()
-        report = self._reduce(loss, wants_stop)
-        if math.isfinite(report.grad_norm):
+        total_loss, squares = self._sum_over_ranks(loss, optim.squared_norm(self._gradients(copies=False), self.device))
+        report = StepReport(total_loss, math.sqrt(squares))
+        if report.is_finite:
             optim.clip(self._gradients(), report.grad_norm, self.config.optimizer.clip_norm)
             self.optimizer.step()
         return report
@@ -110,8 +112,21 @@ class Trainer:
         block = self.config.model.block
         return DepthWeights(self.config.model.num_sublayers, block, self.device) if block else None
 
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        (count,) = self._sum_over_ranks(torch.tensor(sum(p.numel() for p in self._parameters(copies=False))))
+        return int(count)
+
+    def ranks_with_broken_gradients(self) -> list[int]:
+        """The ranks on whose stages the last step left gradients that are not finite."""
+        broken = [not bool(gradient.isfinite().all()) for gradient in self._gradients()]
+        flags = torch.zeros(dist.get_world_size(), device=self.device)
+        flags[dist.get_rank()] = any(broken)
+        dist.all_reduce(flags)
+        return flags.nonzero().flatten().tolist()
+
     def step_traffic(self) -> Traffic:
-        """What all ranks' stages sent in the last training step, or since, if an evaluation followed it."""
+        """What all ranks' stages have sent since the last training step began."""
         mine = sum((stage.traffic() for stage in self.stages), start=Traffic())
         counts = torch.tensor(dataclasses.astuple(mine), device=self.device)
         dist.all_reduce(counts)
@@ -176,25 +191,22 @@ class Trainer:
         elif self.has_last:
             optim.sum_with_peer(_embedding_gradient(self.parts[-1]), self.routing.rank_of(0), self.pp)
 
-    def _gradients(self, copies: bool = True) -> list[Tensor]:
-        """Of this rank's parameters; without `copies`, of those that are not counted on another stage."""
+    def _parameters(self, copies: bool = True) -> list[nn.Parameter]:
+        """Of this rank's parts; without `copies`, those that are not counted on another stage."""
         tied_copy = self.parts[-1].embedding if self.has_last and self.routing.num_stages > 1 else None
         return [
-            parameter.grad
+            parameter
             for part in self.parts
             for parameter in part.parameters()
-            if parameter.grad is not None and (copies or tied_copy is None or parameter is not tied_copy.weight)
+            if copies or tied_copy is None or parameter is not tied_copy.weight
         ]
 
-    def _reduce(self, loss: Tensor, wants_stop: bool) -> StepReport:
-        squares = optim.squared_norm(self._gradients(copies=False), self.device)
-        stop = torch.tensor(float(wants_stop), device=self.device)
-        total_loss, total_squares, total_stop = self._sum_over_ranks(loss, squares, stop)
-        return StepReport(total_loss, math.sqrt(total_squares), total_stop > 0)
+    def _gradients(self, copies: bool = True) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters(copies) if parameter.grad is not None]
 
     def _sum_over_ranks(self, *values: Tensor) -> list[float]:
         """Sums over the pipeline's ranks, means over the replicas."""
-        stacked = torch.stack([value.double() for value in values])
+        stacked = torch.stack([value.to(self.device, torch.float64) for value in values])
         dist.all_reduce(stacked)
         return (stacked / self.config.parallel.dp_size).tolist()
 

@@ -1,5 +1,36 @@
-"""Models on a Block AttnRes residual stream."""
+"""Models on a Block AttnRes residual stream, and Block AttnRes in the models of others.
 
+`transformers` is imported by `from_pretrained` alone, when it is called.
+"""
+
+from blockres.models.foreign import (
+    Replaced,
+    fused_attnres,
+    kimi_k3_attn_res,
+    liger_attn_res,
+    replace_attn_res,
+    restore_attn_res,
+)
 from blockres.models.gpt import GPT, GPTConfig
+from blockres.models.huggingface import FAMILIES, Family, Sublayer, apply_attn_res, from_pretrained, remove_attn_res
+from blockres.models.units import layers_from_sublayers, sublayers_from_layers, sublayers_per_block_of
 
-__all__ = ["GPT", "GPTConfig"]
+__all__ = [
+    "FAMILIES",
+    "GPT",
+    "Family",
+    "GPTConfig",
+    "Replaced",
+    "Sublayer",
+    "apply_attn_res",
+    "from_pretrained",
+    "fused_attnres",
+    "kimi_k3_attn_res",
+    "layers_from_sublayers",
+    "liger_attn_res",
+    "remove_attn_res",
+    "replace_attn_res",
+    "restore_attn_res",
+    "sublayers_from_layers",
+    "sublayers_per_block_of",
+]

@@ -18,10 +18,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# Float32 elements per thread in the rows of one tensor in a chunk: 128 KiB. A source's rows, their product with the
-# key, the accumulator and the upstream gradient are live together, 512 KiB: half the L2 cache of a current server core.
-# The number is PyTorch's own grain too: with fewer elements per thread its elementwise kernels leave threads idle.
-_CHUNK_ELEMENTS_PER_THREAD = 32768
+# Elements of all tensors of a chunk together, per thread: 2 MiB in float32, the L2 cache of a current server core or its
+# share of the L3. A chunk is also at most a thirty-second of the tensors, so that its buffers add a few percent to
+# them; below a quarter of a million elements that is not worth the calls it takes.
+_ELEMENTS_PER_THREAD = 2**19
+_MIN_ELEMENTS = 2**18
+_CHUNKS = 32
+# Terms that BLAS adds up one after the other in a product of two rows, whose error grows with their number.
+_STRETCH = 1024
 
 
 def attn_res_forward(
@@ -35,20 +39,10 @@ def attn_res_forward(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One aggregation: `out [..., D]`, `lse [...]`, `scores [N, ...]` and `rstd [N, ...]`."""
-    first = sources[0]
-    lead, compute = first.shape[:-1], compute_dtype(first.dtype)
-    key, gain = _key(query, key_weight, compute), _converted(norm_weight, compute)
-    out = first.new_empty(first.shape, dtype=out_dtype)
-    lse = first.new_empty(lead, dtype=compute)
-    scores, rstd = (first.new_empty((len(sources), *lead), dtype=compute) for _ in range(2))
-    scratch = _Scratch(compute)
-    for (rows, (out_row,)), (score, r, lse_row) in _chunks([sources, [out]], [scores, rstd, lse[None]]):
-        _score(rows, key, eps, scale, scratch, score, r)
-        weights, lse_chunk = _softmax(score, 0)
-        lse_row.copy_(lse_chunk)
-        mix = _mix(rows, weights, scratch)
-        out_row.copy_(mix if gain is None else _normalize(mix, gain, norm_eps))
-    return out, lse, scores, rstd
+    outputs, lse, scores, rstd = attn_res_inter_forward(
+        sources, query[None], _one(key_weight), norm_weight, eps, scale, norm_eps, out_dtype
+    )
+    return outputs[0], lse[0], scores[0], rstd
 
 
 def attn_res_backward(
@@ -68,36 +62,22 @@ def attn_res_backward(
     needs_grad: Sequence[bool],
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Gradients of the sources (empty where not needed), of `query * key_weight [D]` and of `norm_weight [D]`."""
-    compute = scores.dtype
-    key, gain = _key(query, key_weight, compute), _converted(norm_weight, compute)
-    dsources = _gradients(sources, needs_grad)
-    dkey, dgain = _Total(key), _Total(gain)
-    scratch = _Scratch(compute)
-    groups = [[grad_out], sources, [d for d, needed in zip(dsources, needs_grad, strict=True) if needed]]
-    extra = [grad for grad in (None if grad_lse is None else grad_lse[None], grad_scores) if grad is not None]
-    for ((grad_row,), rows, drows), (score, r, *dstats) in _chunks(groups, [scores, rstd, *extra]):
-        weights, _ = _softmax(score, 0)
-        grad = _widen(grad_row, scratch("grad", grad_row.shape))
-        if gain is not None:
-            grad = _normalize_backward(grad, _mix(rows, weights, scratch), gain, norm_eps, scratch, dgain)
-        dscore = _softmax_backward(weights, _pairs(rows, grad, scratch), 0)
-        if grad_lse is not None:
-            dscore.addcmul_(weights, dstats[0])
-        if grad_scores is not None:
-            dscore.add_(dstats[-1])
-        on_key, on_value = _score_backward(dscore, score, r, scale, key.numel())
-        # Summed over the sources token by token: what they have in common cancels before any sum over tokens grows.
-        dkey_rows = scratch("dkey", grad_row.shape).zero_()
-        targets = iter(drows)
-        for j, row in enumerate(rows):
-            value = _widen(row, scratch("value", row.shape))
-            dkey_rows.addcmul_(value, on_key[j].unsqueeze(-1))
-            if needs_grad[j]:
-                total = torch.mul(grad, weights[j].unsqueeze(-1), out=scratch("product", row.shape))
-                _add_score_path(total, on_key[j], key, on_value[j], value)
-                next(targets).copy_(total)
-        dkey.add(dkey_rows.sum(0))
-    return dsources, dkey.sum, dgain.sum
+    keys, gain = _key(query[None], _one(key_weight), scores.dtype), _converted(norm_weight, scores.dtype)
+    dsources, dkeys, dgain = _backward(
+        [grad_out],
+        _one(grad_lse),
+        _one(grad_scores),
+        sources,
+        keys,
+        gain,
+        scores[None],
+        rstd,
+        scale,
+        norm_eps,
+        needs_grad,
+        [None] * len(sources),
+    )
+    return dsources, dkeys[0], dgain
 
 
 def attn_res_inter_forward(
@@ -119,19 +99,19 @@ def attn_res_inter_forward(
     scores = first.new_empty((len(keys), count, *lead), dtype=compute)
     rstd = first.new_empty((count, *lead), dtype=compute)
     scratch = _Scratch(compute)
-    stats = [scores.flatten(0, 1), rstd, lse]
-    for (rows, out_rows), (score_rows, r_rows, lse_rows) in _chunks([sources, outputs.unbind(0)], stats):
+    for (rows, out_rows), (score_rows, r_rows, lse_rows) in _chunks(
+        [sources, outputs.unbind(0)], [scores.flatten(0, 1), rstd, lse]
+    ):
         values = _gather(rows, "values", scratch)
         r = _rstd(values, eps)
-        score = _times_rows(values, keys).mul_(r.unsqueeze(-1)).mul_(scale)
-        weights, lse_chunk = _softmax(score, 1)
+        score = _products(values, _per_token(keys, values)).mul_(r.unsqueeze(-1)).mul_(scale)
+        weights, lse_chunk = _softmax(score)
         mix = torch.bmm(weights.mT, values, out=scratch("mix", (len(values), *keys.shape)))
         if gain is not None:
             _normalize(mix[:, 0], gain, norm_eps)
-        for target, chunk in ((score_rows, score.mT.flatten(1)), (r_rows, r), (lse_rows, lse_chunk.squeeze(1))):
+        _scatter(mix.unbind(1), out_rows)
+        for target, chunk in ((score_rows, score.mT.flatten(1)), (r_rows, r), (lse_rows, lse_chunk)):
             target.copy_(chunk[: target.shape[1]].t())
-        for s, out_row in enumerate(out_rows):
-            out_row.copy_(mix[: len(out_row), s])
     return outputs, lse, scores, rstd
 
 
@@ -158,33 +138,53 @@ def attn_res_inter_backward(
         accumulate: for each source a gradient `[..., D]` to which its own is added, or None. The sum goes to fresh
             memory: autograd may hand the same gradient to others.
     """
-    compute = scores.dtype
-    keys, gain = _key(queries, key_weights, compute), _converted(norm_weight, compute)
-    dsources = _gradients(sources, needs_grad)
+    keys, gain = _key(queries, key_weights, scores.dtype), _converted(norm_weight, scores.dtype)
+    grads = list(grad_outputs)
+    return _backward(grads, grad_lse, None, sources, keys, gain, scores, rstd, scale, norm_eps, needs_grad, accumulate)
+
+
+def _backward(
+    grad_outputs: Sequence[Tensor],
+    grad_lse: Tensor | None,
+    grad_scores: Tensor | None,
+    sources: Sequence[Tensor],
+    keys: Tensor,
+    gain: Tensor | None,
+    scores: Tensor,
+    rstd: Tensor,
+    scale: float,
+    norm_eps: float,
+    needs_grad: Sequence[bool],
+    accumulate: Sequence[Tensor | None],
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    dsources = [s.new_empty(s.shape if needed else (0,)) for s, needed in zip(sources, needs_grad, strict=True)]
     dkeys, dgain = _Total(keys), _Total(gain)
-    scratch = _Scratch(compute)
+    scratch = _Scratch(scores.dtype)
     wanted = [j for j, needed in enumerate(needs_grad) if needed]
-    existing = [accumulate[j] for j in wanted]
-    groups = [sources, list(grad_outputs), [dsources[j] for j in wanted], [x for x in existing if x is not None]]
-    stats = [scores.flatten(0, 1), rstd, *([] if grad_lse is None else [grad_lse])]
-    for (rows, grad_rows, drows, old_rows), (score_rows, r_rows, *dlse_rows) in _chunks(groups, stats):
+    added = [j for j in wanted if accumulate[j] is not None]
+    groups = [sources, grad_outputs, [dsources[j] for j in wanted], _given(*(accumulate[j] for j in added))]
+    stats = [scores.flatten(0, 1), rstd, *_given(grad_lse, None if grad_scores is None else grad_scores.flatten(0, 1))]
+    for (rows, grad_rows, drows, old_rows), (score_rows, r_rows, *dstats) in _chunks(groups, stats):
         values, grads = _gather(rows, "values", scratch), _gather(grad_rows, "grads", scratch)
-        score = _padded(score_rows.t()).unflatten(1, (len(keys), len(rows))).mT
-        weights, _ = _softmax(score, 1)
+        score = _by_token(score_rows).unflatten(1, (len(keys), len(rows))).mT
+        weights, _ = _softmax(score)
         if gain is not None:
             mix = torch.bmm(weights[:, :, :1].mT, values).squeeze(1)
             grads[:, 0] = _normalize_backward(grads[:, 0], mix, gain, norm_eps, scratch, dgain)
-        dscore = _softmax_backward(weights, torch.bmm(values, grads.mT), 1)
-        if dlse_rows:
-            dscore.addcmul_(weights, _padded(dlse_rows[0].t()).unsqueeze(1))
-        on_key, on_value = _score_backward(dscore, score, _padded(r_rows.t()).unsqueeze(-1), scale, keys.shape[1])
+        center = values.mean(1, keepdim=True)
+        dscore = _softmax_backward(weights, _products(values.sub_(center), grads))
+        if grad_lse is not None:
+            dscore.addcmul_(weights, _by_token(dstats[0]).unsqueeze(1))
+        if grad_scores is not None:
+            dscore.add_(_by_token(dstats[-1]).unflatten(1, (len(keys), len(rows))).mT)
+        on_key, on_value = _score_backward(dscore, score, _by_token(r_rows).unsqueeze(-1), scale, keys.shape[1])
         dkeys.add(on_key.flatten(0, 1).t() @ values.flatten(0, 1))
-        values.mul_(on_value.sum(-1, keepdim=True)).baddbmm_(weights, grads)
-        values.baddbmm_(on_key, _per_token(keys, values))
-        olds = iter(old_rows)
-        for j, drow, old in zip(wanted, drows, existing, strict=True):
-            total = values[: len(drow), j]
-            drow.copy_(total if old is None else total.add_(next(olds)))
+        dkeys.add(on_key.sum(1).t() @ center.squeeze(1))
+        values.add_(center).mul_(on_value.sum(-1, keepdim=True))
+        values.baddbmm_(weights, grads).baddbmm_(on_key, _per_token(keys, values))
+        for j, old in zip(added, old_rows, strict=True):
+            values[: len(old), j] += old
+        _scatter([values[:, j] for j in wanted], drows)
     return dsources, dkeys.sum, dgain.sum
 
 
@@ -209,16 +209,17 @@ def attn_res_merge_forward(
     stats = output.new_empty((2, *lse.shape), dtype=compute)
     scratch = _Scratch(compute)
     sums = [partial] if update is None else [partial_new, partial, update]
-    for ((h_row, output_row), (row, *added)), (score, r, lse_row) in _chunks(
+    for ((h_row, output_row), (row, *added)), (score_row, r_row, lse_row) in _chunks(
         [[h, output], sums], [stats[:1], stats[1:], lse[None]]
     ):
         if added:
             torch.add(*added, out=row)
-        _score([row], key, eps, scale, scratch, score, r)
-        weight = torch.sigmoid(score - lse_row).mT
-        value, before = _widen(row, scratch("value", row.shape)), _widen(output_row, scratch("before", row.shape))
-        mix = torch.lerp(before, value, weight, out=scratch("mix", row.shape))
-        h_row.copy_(mix if gain is None else _normalize(mix, gain, norm_eps))
+        value, before = _widen(row, "value", scratch), _widen(output_row, "before", scratch)
+        r_row.copy_(_rstd(value, eps))
+        score_row.copy_(_dot(value, key, scratch)).mul_(r_row).mul_(scale)
+        weight = torch.sigmoid(score_row - lse_row).mT
+        mix = torch.lerp(before, value, weight, out=_buffer(h_row, "mix", scratch))
+        _store(mix if gain is None else _normalize(mix, gain, norm_eps), h_row)
     return h, partial_new, stats
 
 
@@ -244,24 +245,27 @@ def attn_res_merge_backward(
     dkey, dgain = _Total(key), _Total(gain)
     scratch = _Scratch(compute)
     groups = [[output, partial_new, grad_h, doutput, dpartial], [] if grad_partial is None else [grad_partial]]
-    for ((output_row, row, grad_row, doutput_row, dpartial_row), passed), (score, r, lse_row, dlse_row) in _chunks(
-        groups, [stats[:1], stats[1:], lse[None], dlse[None]]
-    ):
-        value, before = _widen(row, scratch("value", row.shape)), _widen(output_row, scratch("before", row.shape))
-        grad = _widen(grad_row, scratch("grad", row.shape))
-        weight, rest = torch.sigmoid(score - lse_row), torch.sigmoid(lse_row - score)
+    for ((output_row, row, grad_row, doutput_row, dpartial_row), passed), (
+        score_row,
+        r_row,
+        lse_row,
+        dlse_row,
+    ) in _chunks(groups, [stats[:1], stats[1:], lse[None], dlse[None]]):
+        value, before = _widen(row, "value", scratch), _widen(output_row, "before", scratch)
+        grad = _widen(grad_row, "grad", scratch)
+        weight, rest = torch.sigmoid(score_row - lse_row), torch.sigmoid(lse_row - score_row)
         if gain is not None:
             mix = torch.lerp(before, value, weight.mT, out=scratch("mix", row.shape))
             grad = _normalize_backward(grad, mix, gain, norm_eps, scratch, dgain)
         difference = torch.sub(value, before, out=scratch("before", row.shape))
         dscore = (weight * rest).mul_(_dot(grad, difference, scratch))
         dlse_row.copy_(dscore).neg_()
-        doutput_row.copy_(torch.mul(grad, rest.mT, out=scratch("product", row.shape)))
-        on_key, on_value = _score_backward(dscore, score, r, scale, key.numel())
-        dkey.add(on_key[0] @ value)
-        total = torch.mul(grad, weight.mT, out=scratch("product", row.shape))
-        _add_score_path(total, on_key[0], key, on_value[0], value)
-        dpartial_row.copy_(total.add_(passed[0]) if passed else total)
+        _store(torch.mul(grad, rest.mT, out=_buffer(doutput_row, "product", scratch)), doutput_row)
+        on_key, on_value = _score_backward(dscore, score_row, r_row, scale, key.numel())
+        dkey.add(torch.mul(value, on_key.mT, out=scratch("product", row.shape)).sum(0))
+        total = torch.mul(grad, weight.mT, out=_buffer(dpartial_row, "product", scratch))
+        total.addcmul_(key, on_key.mT).addcmul_(value, on_value.mT)
+        _store(total.add_(passed[0]) if passed else total, dpartial_row)
     return doutput, dlse, dpartial, dkey.sum, dgain.sum
 
 
@@ -289,13 +293,13 @@ class _Scratch:
     """Buffers by name, made when first asked for and used again by every later chunk."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: Sequence[int]) -> Tensor:
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = torch.empty(size, dtype=self._dtype, device="cpu")
+            self._buffers[name] = torch.empty(size, dtype=self.dtype, device="cpu")
         return self._buffers[name][:size].view(shape)
 
 
@@ -317,7 +321,7 @@ class _Total:
         return self._total.to(self._dtype)
 
 
-def _chunks(groups: Sequence[Sequence[Tensor]], stats: Sequence[Tensor]) -> Iterator[tuple[list, Sequence[Tensor]]]:
+def _chunks(groups: Sequence[Sequence[Tensor]], stats: Sequence[Tensor]) -> Iterator[tuple[list, list[Tensor]]]:
     """Cut groups of tensors `[..., D]` and tensors `[K, ...]` into rows `[C, D]` and `[K, C]` of the same tokens."""
     *lead, width = groups[0][0].shape
     tokens = math.prod(lead)
@@ -327,12 +331,18 @@ def _chunks(groups: Sequence[Sequence[Tensor]], stats: Sequence[Tensor]) -> Iter
         for i in range(lead[0]):
             yield from _chunks([[t[i] for t in group] for group in groups], [s[:, i] for s in stats])
         return
-    size = max(1, _CHUNK_ELEMENTS_PER_THREAD * torch.get_num_threads() // width)
-    size = math.ceil(tokens / math.ceil(tokens / size))
+    size = _chunk_size(tokens, width * sum(map(len, groups)))
     rows = [[t.view(tokens, width).split(size) for t in group] for group in groups]
     columns = [s.reshape(s.shape[0], tokens).split(size, 1) for s in stats]
     for i in range(math.ceil(tokens / size)):
         yield [[row[i] for row in group] for group in rows], [column[i] for column in columns]
+
+
+def _chunk_size(tokens: int, elements_per_token: int) -> int:
+    """Tokens of a chunk; the last one may be shorter."""
+    elements = min(_ELEMENTS_PER_THREAD * max(torch.get_num_threads(), 2), tokens * elements_per_token // _CHUNKS)
+    size = max(1, max(elements, _MIN_ELEMENTS) // elements_per_token)
+    return math.ceil(tokens / math.ceil(tokens / size))
 
 
 def _has_one_stride(tensor: Tensor) -> bool:
@@ -348,16 +358,32 @@ def _key(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor
     return query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
 
 
-def _gradients(sources: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    return [s.new_empty(s.shape if wanted else (0,)) for s, wanted in zip(sources, needed, strict=True)]
+def _one(tensor: Tensor | None) -> Tensor | None:
+    """The same as one row of a stack."""
+    return None if tensor is None else tensor[None]
 
 
-def _widen(rows: Tensor, buffer: Tensor) -> Tensor:
-    return rows if rows.dtype == buffer.dtype else buffer.copy_(rows)
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _widen(rows: Tensor, name: str, scratch: _Scratch) -> Tensor:
+    """The rows in the compute dtype, in a buffer of this name where they are not."""
+    return rows if rows.dtype == scratch.dtype else scratch(name, rows.shape).copy_(rows)
+
+
+def _buffer(target: Tensor, name: str, scratch: _Scratch) -> Tensor:
+    """Where to compute what `_store` then puts into the target: there itself if its dtype is the compute dtype."""
+    return target if target.dtype == scratch.dtype else scratch(name, target.shape)
+
+
+def _store(rows: Tensor, target: Tensor) -> None:
+    if rows is not target:
+        target.copy_(rows)
 
 
 def _gather(rows: Sequence[Tensor], name: str, scratch: _Scratch) -> Tensor:
-    """`[C, K, D]` from K tensors `[C, D]`; a lone token gets a zero token beside it, see `_padded`."""
+    """`[C, K, D]` from K tensors `[C, D]`; a lone token gets a token of zeros beside it, see `_by_token`."""
     tokens, width = rows[0].shape
     gathered = scratch(name, (max(tokens, 2), len(rows), width))
     for j, row in enumerate(rows):
@@ -366,55 +392,44 @@ def _gather(rows: Sequence[Tensor], name: str, scratch: _Scratch) -> Tensor:
     return gathered
 
 
-def _padded(rows: Tensor) -> Tensor:
-    """At least two tokens: a batch of one is not run as a batch, and its last bits would differ."""
-    return rows if len(rows) > 1 else torch.cat([rows, torch.zeros_like(rows)])
+def _scatter(rows: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for row, target in zip(rows, targets, strict=True):
+        target.copy_(row[: len(target)])
+
+
+def _by_token(columns: Tensor) -> Tensor:
+    """`[C, K]` from `[K, C]`, of two tokens at least: a batch of one product is not run as a batch, and its last bits
+    would not be those of the same token among others."""
+    rows = columns.t()
+    return rows.contiguous() if len(rows) > 1 else torch.cat([rows, torch.zeros_like(rows)])
 
 
 def _per_token(matrix: Tensor, values: Tensor) -> Tensor:
     return matrix.expand(len(values), *matrix.shape)
 
 
-def _times_rows(values: Tensor, keys: Tensor) -> Tensor:
-    return torch.bmm(values, _per_token(keys.t(), values))
-
-
 def _rstd(rows: Tensor, eps: float) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1).square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
 
 
-def _dot(a: Tensor, b: Tensor, scratch: _Scratch, out: Tensor | None = None) -> Tensor:
+def _products(values: Tensor, others: Tensor) -> Tensor:
+    """`[C, N, S]`: the products of every row `[C, N, D]` with every row `[C, S, D]` of the same token."""
+    pieces = zip(values.split(_STRETCH, -1), others.split(_STRETCH, -1), strict=True)
+    partial = [torch.bmm(a, b.mT) for a, b in pieces]
+    return partial[0] if len(partial) == 1 else torch.stack(partial).sum(0)
+
+
+def _dot(a: Tensor, b: Tensor, scratch: _Scratch) -> Tensor:
     """Row by row `<a, b>`; BLAS would be quicker, but see the head of this file."""
-    return torch.sum(torch.mul(a, b, out=scratch("product", a.shape)), -1, out=out)
+    return torch.mul(a, b, out=scratch("product", a.shape)).sum(-1)
 
 
-def _score(
-    rows: Sequence[Tensor], key: Tensor, eps: float, scale: float, scratch: _Scratch, score: Tensor, rstd: Tensor
-) -> None:
-    norms, dots = scratch("norms", score.shape), scratch("dots", score.shape)
-    wide = scratch("value", rows[0].shape)
-    for row, norm, dot in zip(rows, norms, dots, strict=True):
-        value = _widen(row, wide)
-        torch.linalg.vector_norm(value, dim=-1, out=norm)
-        _dot(value, key, scratch, dot)
-    rstd.copy_(norms.square_().div_(key.numel()).add_(eps).rsqrt_())
-    score.copy_(dots.mul_(rstd).mul_(scale))
-
-
-def _softmax(score: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The weights, and the log of the sum of exponentials."""
-    top = score.amax(dim, keepdim=True)
+def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
+    """Over the sources of `[C, N, S]`: the weights, and the log `[C, S]` of the sum of exponentials."""
+    top = score.amax(1, keepdim=True)
     weights = (score - top).exp_()
-    total = weights.sum(dim, keepdim=True)
-    return weights.div_(total), total.log().add_(top)
-
-
-def _mix(rows: Sequence[Tensor], weights: Tensor, scratch: _Scratch) -> Tensor:
-    mix, wide = scratch("mix", rows[0].shape), scratch("value", rows[0].shape)
-    torch.mul(_widen(rows[0], wide), weights[0].unsqueeze(-1), out=mix)
-    for row, weight in zip(rows[1:], weights[1:], strict=True):
-        mix.addcmul_(_widen(row, wide), weight.unsqueeze(-1))
-    return mix
+    total = weights.sum(1, keepdim=True)
+    return weights.div_(total), total.log().add_(top).squeeze(1)
 
 
 def _normalize(mix: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -432,22 +447,14 @@ def _normalize_backward(
     return grad.mul_(rstd.unsqueeze(-1)).addcmul_(mix, along.unsqueeze(-1), value=-1)
 
 
-def _pairs(rows: Sequence[Tensor], grad: Tensor, scratch: _Scratch) -> Tensor:
-    pairs = grad.new_empty(len(rows), grad.shape[0])
-    wide = scratch("value", grad.shape)
-    for row, pair in zip(rows, pairs, strict=True):
-        _dot(_widen(row, wide), grad, scratch, pair)
-    return pairs
-
-
-def _softmax_backward(weights: Tensor, pairs: Tensor, dim: int) -> Tensor:
+def _softmax_backward(weights: Tensor, pairs: Tensor) -> Tensor:
     """`a_j (<g, v_j> - δ)`, with δ from the same pair products: a rounded output would be off by far more.
 
-    These sum to zero over j. What rounding leaves of the sum is taken out again, because in the query's gradient it is
-    multiplied by what the sources have in common, which is most of them in a residual stream.
+    These sum to zero over j. What rounding leaves of the sum is taken out again: the query's gradient multiplies it by
+    what the sources have in common.
     """
-    dscore = pairs.sub_((weights * pairs).sum(dim, keepdim=True)).mul_(weights)
-    return dscore.addcmul_(weights, dscore.sum(dim, keepdim=True), value=-1)
+    dscore = pairs.sub_((weights * pairs).sum(1, keepdim=True)).mul_(weights)
+    return dscore.addcmul_(weights, dscore.sum(1, keepdim=True), value=-1)
 
 
 def _score_backward(dscore: Tensor, score: Tensor, rstd: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
@@ -455,7 +462,3 @@ def _score_backward(dscore: Tensor, score: Tensor, rstd: Tensor, scale: float, w
     on_key = (dscore * rstd).mul_(scale)
     on_value = dscore.mul_(score).mul_(rstd).mul_(rstd).div_(-width)
     return on_key, on_value
-
-
-def _add_score_path(total: Tensor, on_key: Tensor, key: Tensor, on_value: Tensor, value: Tensor) -> None:
-    total.addcmul_(key, on_key.unsqueeze(-1)).addcmul_(value, on_value.unsqueeze(-1))

@@ -19,6 +19,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, steps: int, speaks: bool) -> None:
+        self.path = path
         self._file: TextIO | None = path.open("w") if speaks else None
         self._bar = tqdm(total=steps, unit="step", disable=None if speaks else True, dynamic_ncols=True)
         self.training: list[tuple[int, float]] = []

@@ -56,8 +56,9 @@ class Run:
         pictures = self._draw(depth.gather() if depth else None)
         self.journal.close()
         if self.speaks:
-            files = [self.out / "metrics.jsonl", checkpoint, *pictures]
-            print(closing_lines({**self._results(), **self._costs(traffic, peak), **_files(files)}))
+            names = ", ".join(path.name for path in (self.journal.path, checkpoint, *pictures))
+            files = {"files": f"{self.out}: {names}"}
+            print(closing_lines({**self._results(), **self._costs(traffic, peak), **files}))
 
     def _train_step(self) -> None:
         begin = time.perf_counter()
@@ -164,7 +165,3 @@ def _set_earlier_run_aside(out: Path) -> None:
         aside.mkdir(parents=True)
         for path in left:
             path.rename(aside / path.name)
-
-
-def _files(paths: list[Path]) -> dict[str, str]:
-    return {"files": ", ".join(map(str, paths))}

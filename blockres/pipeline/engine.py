@@ -1,4 +1,4 @@
-"""What `BlockResStage` relies on in PyTorch's pipelining engine, checked when it is imported.
+"""What `BlockResStage` and its schedules rely on in PyTorch's pipelining engine, checked on import.
 
 Some of these members are private to PyTorch, so another version may have moved them. Then the import fails and says
 what is missing, where a run would hang or train on wrong gradients.
@@ -7,11 +7,11 @@ what is missing, where a run would hang or train on wrong gradients.
 import inspect
 
 import torch
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 TESTED_TORCH = "2.13.x to 2.14.x"
 
-# The overridden or called methods, with their parameters after `self`.
+# The methods of a stage that are overridden or called, with their parameters after `self`.
 METHODS = {
     "_warmup_forward_vote": ("has_backward", "received_acc"),
     "_setup_forward_recv_info": ("num_microbatches", "has_backward"),
@@ -33,7 +33,7 @@ METHODS = {
     "perform_reduce_grad": ("grad_scale_factor",),
 }
 
-# What the constructors assign.
+# What a stage's constructors assign.
 ATTRIBUTES = (
     "submod",
     "stage_index",
@@ -54,8 +54,11 @@ ATTRIBUTES = (
     "_stage_meta",
 )
 
+# What a failed step leaves in a schedule (the receives only in those with several stages per rank).
+SCHEDULE_STATE = ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops")
 
-def check_engine(stage_class: type = PipelineStage) -> None:
+
+def check_engine(stage_class: type = PipelineStage, schedule_class: type = ScheduleInterleaved1F1B) -> None:
     """Raise ImportError where the engine lacks a member that blockres overrides, or has it with other parameters."""
     complaints = [complaint for name in METHODS if (complaint := _complaint(stage_class, name))]
     constructors = [vars(base).get("__init__") for base in stage_class.__mro__]
@@ -71,6 +74,16 @@ def check_engine(stage_class: type = PipelineStage) -> None:
             f"blockres.pipeline is tested with torch {TESTED_TORCH} and cannot use the pipelining engine of torch "
             f"{torch.__version__}: {'; '.join(complaints)}. Install a tested torch; the rest of blockres works without."
         )
+
+
+def _assigned_by_constructors(owner: type) -> set[str]:
+    constructors = [vars(base).get("__init__") for base in owner.__mro__]
+    return {
+        name
+        for constructor in constructors
+        if inspect.isfunction(constructor)
+        for name in constructor.__code__.co_names
+    }
 
 
 def _complaint(stage_class: type, name: str) -> str | None:

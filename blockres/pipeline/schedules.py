@@ -11,6 +11,7 @@ from torch.distributed import Work
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from blockres.pipeline.engine import SCHEDULE_STATE
 from blockres.pipeline.routing import BlockRouting, Placement
 from blockres.pipeline.stage import BlockResStage
 from blockres.pipeline.wire import lost_neighbour, post
@@ -86,8 +87,8 @@ def build_schedule(
     """One of `torch.distributed.pipelining`'s schedules over this rank's stages.
 
     Beyond PyTorch's own, a step that fails leaves neither the stages, the cache nor the schedule half-run behind, the
-    loss of a neighbouring rank is said in words, and `eval` works under every schedule, where PyTorch's does not when
-    adjacent stages share a rank.
+    loss of a neighbouring rank is said in words, and `eval` is `evaluate`: PyTorch's does not work where adjacent
+    stages share a rank.
 
     Args:
         name: a key of `SCHEDULES`.
@@ -112,7 +113,8 @@ def build_schedule(
     schedule_class = type(base.__name__, (_Careful, base), {"__doc__": base.__doc__})
     first = stages[0] if issubclass(base, PipelineScheduleSingle) else list(stages)
     schedule = schedule_class(first, n_microbatches, loss_fn, **options)
-    schedule.block_stages = list(stages)
+    schedule.block_stages, schedule.block_microbatches = list(stages), n_microbatches
+    schedule.block_loss_fn = loss_fn
     return schedule
 
 
@@ -152,24 +154,36 @@ def evaluate(
 
 
 class _Careful:
-    """Mixed into a schedule class: a step cleans up after a failure, and an evaluation always works."""
+    """Mixed into a schedule class: a step cleans up after a failure, and an evaluation works under every placement."""
 
     block_stages: list[BlockResStage]
+    block_microbatches: int
+    block_loss_fn: LossFunction | None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        names = ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops")
-        with _cleaning_up(self.block_stages, *(getattr(self, name) for name in names if hasattr(self, name))):
+        leftovers = [getattr(self, name) for name in SCHEDULE_STATE if hasattr(self, name)]
+        with _cleaning_up(self.block_stages, *leftovers):
             return super().step(*args, **kwargs)  # type: ignore[misc]
 
-    def eval(self, *args: Any, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-        """Forward only, without autograd; arguments and result as those of PyTorch's `eval`."""
-        if self.block_stages[0].routing.has_local_hops:
-            microbatches, loss_fn = self._n_microbatches, self._loss_fn  # type: ignore[attr-defined]
-            return evaluate(
-                self.block_stages, microbatches, *args, target=target, loss_fn=loss_fn, losses=losses, **kwargs
-            )
-        with torch.no_grad():
-            return super().eval(*args, target=target, losses=losses, **kwargs)  # type: ignore[misc]
+    def eval(
+        self,
+        *args: Any,
+        target: Tensor | None = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """`evaluate` with the schedule's microbatches and loss; only the last stage's rank needs `target`."""
+        return evaluate(
+            self.block_stages,
+            self.block_microbatches,
+            *args,
+            target=target,
+            loss_fn=self.block_loss_fn,
+            losses=losses,
+            return_outputs=return_outputs,
+            **kwargs,
+        )
 
 
 @contextmanager

@@ -233,7 +233,7 @@ class BlockResStage(PipelineStage):
         header = self._header(fwd_chunk_id, self.stage_index, self.plan.sent, wants).encode(self.device)
         messages = self.format.messages(payload)
         self._traffic = self._traffic.sent_forward(len(payload), messages, header)
-        return self._dispatch(self.stage_index + 1, [header, *messages])
+        return self._dispatch(self.stage_index + 1, [header, *messages], fwd_chunk_id)
 
     def _take_inputs(self, microbatch: int) -> dict[int, Tensor]:
         """One leaf for each source and for the partial sum: those that came in, then those from the cache."""
@@ -399,6 +399,8 @@ class BlockResStage(PipelineStage):
             return
         with self._start_over_on_error():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            if loss is not None and not loss._is_view():
+                loss.detach_()  # the schedule keeps it to the end of the step, and with it the graph and the inputs
             own_gradients = self.bwd_cache.pop(bwd_chunk_id)
             upstream = self._route(bwd_chunk_id, own_gradients)
             if not self.is_first:
@@ -427,11 +429,7 @@ class BlockResStage(PipelineStage):
             return (), None
         outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
         inputs, bwd_kwargs["input_values"], bwd_kwargs["stage_output"] = bwd_kwargs["input_values"], (), ()
-        result = backward_inputs(outputs, gradients, inputs, self.submod.parameters())
-        for output in outputs:
-            if not output._is_view():
-                output.detach_()  # the schedule keeps losses to the end of the step, and with them their graphs
-        return result
+        return backward_inputs(outputs, gradients, inputs, self.submod.parameters())
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._start_over_on_error():
@@ -464,7 +462,10 @@ class BlockResStage(PipelineStage):
     def _take_gradients(self, microbatch: int) -> Sequence[Tensor | None]:
         if self.plan.next_is_local:
             return self._state.handed_back.pop(microbatch)
-        return self._state.receiving_gradients.pop(microbatch).tensors()
+        hop = self._state.receiving_gradients.pop(microbatch)
+        if hop.messages:
+            self._outbox.arrived(microbatch)
+        return hop.tensors()
 
     def _route(self, microbatch: int, own_gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Deposit the gradients of cached sources; return those of the tensors that came in."""
@@ -488,12 +489,12 @@ class BlockResStage(PipelineStage):
     def _zero(self) -> Tensor:
         return torch.zeros(self.microbatch_shape, dtype=self.format.wire_dtype, device=self.device)
 
-    def _dispatch(self, stage: int, messages: Sequence[Tensor]) -> list[dist.P2POp]:
+    def _dispatch(self, stage: int, messages: Sequence[Tensor], microbatch: int | None = None) -> list[dist.P2POp]:
         """Send to a neighbour; what is returned is left to the schedule to send."""
         operations = self._links[stage].send_operations(messages)
         if self.plan.is_alone_on_rank and self.device.type != "cpu":
             return operations  # 1F1B pairs its sends with receives, without which NCCL would deadlock
-        self._outbox.post(operations)
+        self._outbox.post(operations, microbatch)
         return []
 
     @contextmanager

@@ -137,24 +137,33 @@ class Outbox:
     """The sends of one stage that are under way, and with them the memory that they send from.
 
     A schedule keeps the handles of its sends, and so every tensor sent, until the step is over. Here a hop is let go of
-    once the next one is posted: on the CPU by waiting for it, which cannot deadlock since schedules order sends and
-    receives as if every send blocked; on a GPU by asking, without stopping the host.
+    once it is known to have arrived, or else when the next one is posted: on the CPU by waiting for it, which cannot
+    deadlock since schedules order sends and receives as if every send blocked; on a GPU by asking, without stopping the
+    host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._waits_for_previous = device.type == "cpu"
-        self._works: list[dist.Work] = []
+        self._works: list[tuple[int | None, dist.Work]] = []
 
-    def post(self, operations: Sequence[dist.P2POp]) -> None:
+    def post(self, operations: Sequence[dist.P2POp], microbatch: int | None = None) -> None:
+        """Send; with `microbatch`, so that `arrived` can name it."""
         if self._waits_for_previous:
             self.flush()
-        self._works = [work for work in self._works if not work.is_completed()]
-        self._works += post(operations)
+        self._works = [(key, work) for key, work in self._works if not work.is_completed()]
+        self._works += [(microbatch, work) for work in post(operations)]
+
+    def arrived(self, microbatch: int) -> None:
+        """The receiver has answered for this microbatch, so its sends are over."""
+        for key, work in self._works:
+            if key == microbatch:
+                work.wait()
+        self._works = [(key, work) for key, work in self._works if key != microbatch]
 
     def flush(self) -> None:
         """Wait for all sends."""
         works, self._works = self._works, []
-        for work in works:
+        for _, work in works:
             work.wait()
 
     def abandon(self) -> None:

@@ -1,5 +1,6 @@
 """Real processes in a gloo group, each with a bounded life: what they return, how they end, and nothing left behind."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ class Outcome:
     seconds: float
 
 
-def run_ranks(world_size: int, worker: Callable[..., Iterable[Any]], *args: Any, timeout: float = 60) -> list[Outcome]:
+def run_ranks(world_size: int, worker: Callable[..., Iterable[Any]], *args: Any, timeout: float = 120) -> list[Outcome]:
     """Run the generator `worker(rank, *args)` on every rank; whoever is left after `timeout` seconds is killed.
 
     `worker` must be importable by name. Its exception ends its process with exit code 1, as it would a command.
@@ -53,7 +54,7 @@ def run_ranks(world_size: int, worker: Callable[..., Iterable[Any]], *args: Any,
                 process.join()
 
 
-def run_all_well(world_size: int, worker: Callable[..., Iterable[Any]], *args: Any, timeout: float = 60) -> list[Any]:
+def run_all_well(world_size: int, worker: Callable[..., Iterable[Any]], *args: Any, timeout: float = 120) -> list[Any]:
     """`run_ranks` where every rank must end well: what they yielded, one list a rank."""
     outcomes = run_ranks(world_size, worker, *args, timeout=timeout)
     for rank, outcome in enumerate(outcomes):
@@ -64,7 +65,7 @@ def run_all_well(world_size: int, worker: Callable[..., Iterable[Any]], *args: A
 Check = Callable[[int], None]
 
 
-def run_checks(world_size: int, checks: list[Check], timeout: float = 60) -> dict[str, list[str]]:
+def run_checks(world_size: int, checks: list[Check], timeout: float = 120) -> dict[str, list[str]]:
     """Run many checks in one set of processes: what went wrong, by the name of the check.
 
     A check takes the rank and asserts. The first one that fails on a rank ends that rank, and so soon all of them.
@@ -97,6 +98,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.9 * timeout)  # where a rank that will not end is stuck
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     try:

@@ -121,7 +121,10 @@ OPERATIONS = {
 def make_inputs(
     operation: Operation, shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
 ) -> Inputs:
-    """Leaves that need gradients. The sources have a component in common, as those of a residual stream do."""
+    """Leaves that need gradients. The sources have a component in common, as those of a residual stream do.
+
+    Rows and parameters are of `dtype`, `lse` is float32.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, std: float = 1.0, mean: float = 0.0, kind: torch.dtype = dtype) -> Tensor:

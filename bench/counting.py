@@ -98,7 +98,7 @@ class Ledger(KernelMode):
 
     def leaf(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        self._note_allocations(result)
+        self._note_allocations(func._schema, result)
         if not self._muted:
             moved = self._of_operation(func, args, kwargs, result)
             if moved:
@@ -170,7 +170,9 @@ class Ledger(KernelMode):
             return "rows"
         return "statistics" if elements % self.tokens == 0 else "parameters"
 
-    def _note_allocations(self, result: Any) -> None:
+    def _note_allocations(self, schema: Any, result: Any) -> None:
+        if any(returned.alias_info is not None for returned in schema.returns):
+            return
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.numel():
                 storage = tensor.untyped_storage()

@@ -1,5 +1,6 @@
 """What a number was measured on: hardware, versions, threads, allocator. Stored beside every result."""
 
+import json
 import os
 import platform
 import subprocess
@@ -36,6 +37,13 @@ def summary(environment: dict[str, Any]) -> str:
     place = environment["device"] or f"{environment['cpu']}, {environment['threads']} of {environment['cores']} cores"
     versions = f"torch {environment['torch']}, triton {environment['triton']}, blockres {environment['blockres']}"
     return f"{place}; {versions}; commit {environment['commit']}"
+
+
+def save(path: Path | None, kind: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Write rows with their environment, as `bench.report` reads them; nothing where there is no path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"kind": kind, "environment": describe(), "rows": rows} | more, indent=1))
 
 
 def device_name() -> str | None:

@@ -19,7 +19,12 @@ from bench.cases import EPS, Function
 from blockres import reference
 
 EVERYWHERE = ("cpu", "cuda")
+Norm = Callable[[Tensor, Tensor], Tensor]
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), EPS)
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class Implementation:
     Args:
         aggregate: `(sources, query, key_weight, norm_weight | None) -> out`.
         inter: `(sources, queries, key_weights) -> (outputs, lse)`.
-        merge: `(output, lse, partial, update, query, key_weight, norm_weight) -> (h, partial)`.
-        fuses_norm: the output norm is part of its kernels; else it is a separate RMSNorm.
+        merge: `(output, lse, partial, update | None, query, key_weight, norm_weight | None) -> (h, partial)`.
+        fuses_norm: the output norm is part of its kernels; else it is given no weight, and a separate RMSNorm follows.
         two_phase: its users run a whole stack through `inter` and `merge`.
         devices, dtypes: where and in what it runs.
         note: what a reader of a table has to know.
@@ -47,14 +52,27 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     note: str = ""
 
-    def operation(self, name: str) -> Function | None:
-        """This implementation of `bench.cases.OPERATIONS[name]`; None where it has no such thing."""
-        if name.startswith("attn_res"):
-            return self._aggregate
-        return {"inter": self.inter, "merge": self.merge}[name]
+    def operation(self, name: str, norm: Norm = rms_norm) -> Function | None:
+        """This implementation of `bench.cases.OPERATIONS[name]`; None where it has no such thing.
 
-    def _aggregate(self, sources, query, key_weight, norm_weight=None) -> tuple[Tensor]:
-        return (self.aggregate(sources, query, key_weight, norm_weight),)
+        `norm(x, weight)` is what normalises where its kernels do not.
+        """
+
+        def finish(out: Tensor, weight: Tensor | None) -> Tensor:
+            return out if weight is None or self.fuses_norm else norm(out, weight)
+
+        def aggregate(sources, query, key_weight, norm_weight=None):
+            out = self.aggregate(sources, query, key_weight, norm_weight if self.fuses_norm else None)
+            return (finish(out, norm_weight),)
+
+        def merge(output, lse, partial, update, query, key_weight, norm_weight):
+            fused = norm_weight if self.fuses_norm else None
+            h, partial = self.merge(output, lse, partial, update, query, key_weight, fused)
+            return finish(h, norm_weight), partial
+
+        if name == "merge":
+            return None if self.merge is None else merge
+        return self.inter if name == "inter" else aggregate
 
     def unsupported(self, device: str, dtype: torch.dtype) -> str | None:
         """Why it cannot run there, or None."""
@@ -136,8 +154,7 @@ def liger_kernel() -> Implementation:
     from liger_kernel.ops.attn_res import LigerAttnResFunction
 
     def aggregate(sources, query, key_weight, norm_weight):
-        out = LigerAttnResFunction.apply(torch.stack(list(sources)), query, key_weight, EPS)
-        return _norm(out, norm_weight)
+        return LigerAttnResFunction.apply(torch.stack(list(sources)), query, key_weight, EPS)
 
     return Implementation(
         "liger-kernel",
@@ -157,12 +174,12 @@ def flash_attn_res() -> Implementation:
         return outputs.squeeze(1), lse.squeeze(1)
 
     def aggregate(sources, query, key_weight, norm_weight):
-        return _norm(inter(sources, query[None], key_weight[None])[0].squeeze(0), norm_weight)
+        return inter(sources, query[None], key_weight[None])[0].squeeze(0)
 
     def merge(output, lse, partial, update, query, key_weight, norm_weight):
         partial = partial if update is None else partial + update
         merged = phase_2_online_softmax_merge_triton_op(partial[None], query * key_weight, output[None], lse[None], EPS)
-        return _norm(merged.squeeze(0), norm_weight), partial
+        return merged.squeeze(0), partial
 
     return Implementation(
         "flash-attn-res",
@@ -181,7 +198,7 @@ def fast_attnres() -> Implementation:
     from attnres import attnres
 
     def aggregate(sources, query, key_weight, norm_weight):
-        return _norm(attnres(sources, query * key_weight, eps=EPS), norm_weight)
+        return attnres(sources, query * key_weight, eps=EPS)
 
     return Implementation(
         "fast-attnres",
@@ -190,10 +207,6 @@ def fast_attnres() -> Implementation:
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
     )
-
-
-def _norm(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), EPS)
 
 
 REGISTRY: dict[str, Callable[[], Implementation]] = {

@@ -14,7 +14,9 @@ import argparse
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from bench import environment
 from bench.interpreted import peer, require_interpreter
 
 require_interpreter()
@@ -24,8 +26,8 @@ from torch import Tensor  # noqa: E402
 
 from bench.cases import relative_error  # noqa: E402
 from bench.counting import Ledger, next_prime  # noqa: E402
-from bench.implementations import REGISTRY, Implementation, Missing, eager, find  # noqa: E402
-from bench.streams import Parameters, StackShape, StandardStream, Stream, open_stream, rms_norm, run  # noqa: E402
+from bench.implementations import REGISTRY, Implementation, Missing, eager, find, rms_norm  # noqa: E402
+from bench.streams import Parameters, StackShape, StandardStream, Stream, open_stream, run  # noqa: E402
 from bench.tables import markdown, number  # noqa: E402
 
 DTYPE = torch.bfloat16
@@ -49,6 +51,13 @@ class Count:
 
     def launches(self, phase: str) -> float:
         return self.ledger.launches(phase) / self.shape.sublayers
+
+    def row(self, stack: str) -> dict[str, str | float]:
+        """As JSON holds it."""
+        phases = {phase: self.per_sublayer(phase) for phase in ("forward", "backward")}
+        launches = {f"launches {phase}": self.launches(phase) for phase in phases}
+        total = self.per_sublayer()
+        return {"implementation": self.name, "stack": stack, **phases, "total": total, "kept": self.kept} | launches
 
 
 def names() -> list[str]:
@@ -159,7 +168,9 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=11, help="at least this many: the next suitable prime is taken")
     parser.add_argument("--parts", action="store_true", help="where the bytes go")
+    parser.add_argument("--json", type=Path, help="write the table there, for bench.report")
     options = parser.parse_args(arguments)
+    rows: list[dict] = []
     wanted = options.implementation or [IDEAL, STANDARD, "blockres", RECOMPUTE]
     for stack in options.stack or STACKS:
         sublayers, per_block = (int(size) for size in stack.split("x"))
@@ -172,6 +183,8 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
             if options.parts:
                 say(parts(counts[-1]) + "\n")
         say(table(counts))
+        rows += [c.row(stack) for c in counts]
+    environment.save(options.json, "stack", rows)
 
 
 if __name__ == "__main__":

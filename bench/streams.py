@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.cases import EPS
-from bench.implementations import Implementation
-
-Norm = Callable[[Tensor, Tensor], Tensor]
+from bench.implementations import Implementation, Norm, rms_norm
 
 
 class Stream(Protocol):
@@ -78,10 +75,6 @@ class Parameters:
         for name in ("queries", "key_weights", "norms"):
             setattr(copy, name, [nn.Parameter(x.detach().to(dtype)) for x in getattr(self, name)])
         return copy
-
-
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
 
 
 def run(stream: Stream, parameters: Parameters, sublayer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -16,8 +16,8 @@ from bench.cases import (
     upstream,
     verify,
 )
-from bench.implementations import Implementation, eager
-from bench.streams import Parameters, StackShape, open_stream, rms_norm, run
+from bench.implementations import Implementation, eager, rms_norm
+from bench.streams import Parameters, StackShape, open_stream, run
 from bench.timing import Work
 
 

@@ -1,0 +1,306 @@
+"""The pictures: times over one size, fractions of the copy, stacks, counted bytes, the pipeline, learning.
+
+Each function takes rows (as the JSON files hold them) and returns a figure, or None where there is nothing to draw.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+Row = Mapping[str, Any]
+
+COLORS = {
+    "blockres": "#d1495b",
+    "blockres, recompute": "#e8a0a9",
+    "eager": "#8d99ae",
+    "compiled": "#2b2d42",
+    "fla-core": "#00798c",
+    "fla-core level 0": "#66b2b2",
+    "liger-kernel": "#edae49",
+    "flash-attn-res": "#6a994e",
+    "fast-attnres": "#7b5ea7",
+    "standard": "#b0b0b0",
+    "standard, ideally fused": "#d0d0d0",
+    "standard, eager add": "#b0b0b0",
+}
+STYLE = {
+    "figure.dpi": 130,
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
+SIZES = {"sources": "sources N", "tokens": "tokens T", "dim": "hidden size D"}
+
+
+def color(name: str) -> str:
+    return COLORS.get(name, "#555555")
+
+
+def figure(rows: int, columns: int, size: tuple[float, float], title: str, foot: str, **options: Any):
+    """Axes in a grid, a title above and one line on hardware and versions below."""
+    plt.rcParams.update(STYLE)
+    fig, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
+    fig.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    fig.supxlabel(foot, x=0.01, ha="left", fontsize=6.5, color="#666666")
+    return fig, axes
+
+
+def over_sizes(rows: Sequence[Row], foot: str) -> Figure | None:
+    """Times of `attn_res`, one column of panels for each size that was swept, one row for each direction."""
+    rows = [row for row in rows if row["suite"] == "operations" and row["operation"] == "attn_res"]
+    sweeps = {size: _sweep(rows, size) for size in SIZES}
+    sweeps = {size: found for size, found in sweeps.items() if len({row[size] for row in found}) > 2}
+    if not sweeps:
+        return None
+    dtype = max({row["dtype"] for row in rows}, key=lambda d: sum(row["dtype"] == d for row in rows))
+    fig, axes = figure(2, len(sweeps), (3.6 * len(sweeps), 5.6), f"One aggregation, {dtype}", foot, sharey="row")
+    for i, (size, found) in enumerate(sweeps.items()):
+        for j, direction in enumerate(("forward", "backward")):
+            panel = [row for row in found if row["dtype"] == dtype and row["direction"] == direction]
+            _lines(axes[j][i], panel, size)
+            fixed = {other: panel[0][other] for other in SIZES if other != size} if panel else {}
+            where = ", ".join(f"{SIZES[other][-1]} = {value}" for other, value in fixed.items())
+            axes[j][i].set_title(f"{direction}, {where}")
+            axes[j][i].set_xlabel(SIZES[size])
+        axes[0][0].set_ylabel("ms")
+        axes[1][0].set_ylabel("ms")
+    _legend(fig, axes[0][0])
+    return fig
+
+
+def _sweep(rows: Sequence[Row], size: str) -> list[Row]:
+    """The rows in which the other two sizes have their most frequent values."""
+    for other in SIZES:
+        if other != size and rows:
+            values = [row[other] for row in rows]
+            frequent = max(set(values), key=values.count)
+            rows = [row for row in rows if row[other] == frequent]
+    return list(rows)
+
+
+def _lines(axes: Axes, rows: Sequence[Row], size: str) -> None:
+    for name in dict.fromkeys(row["implementation"] for row in rows):
+        by_size = {row[size]: row for row in rows if row["implementation"] == name}
+        own = [by_size[x] for x in sorted(by_size)]
+        x, y = [row[size] for row in own], [row["seconds"] * 1e3 for row in own]
+        width = 2.4 if name == "blockres" else 1.5
+        axes.plot(x, y, "o-", color=color(name), label=name, linewidth=width, markersize=4)
+        low = [row["q1"] * 1e3 for row in own]
+        axes.fill_between(x, low, [row["q3"] * 1e3 for row in own], color=color(name), alpha=0.15, linewidth=0)
+    floor = sorted(
+        {(row[size], row["bytes"] / row["copy_gb_per_s"] / 1e6) for row in rows if row["implementation"] == "blockres"}
+    )
+    axes.plot(
+        *zip(*floor, strict=True), "--", color="#999999", linewidth=1, label="copy of the same bytes"
+    ) if floor else None
+    _logarithmic(axes, sorted({row[size] for row in rows}))
+
+
+def _logarithmic(axes: Axes, ticks: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _legend(fig: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
+
+
+def fractions(rows: Sequence[Row], foot: str) -> Figure | None:
+    """How much of the copy bandwidth each operation reaches, at the shape that most rows have."""
+    rows = [row for row in rows if row["suite"] == "operations"]
+    if not rows:
+        return None
+    shapes = [tuple(row[size] for size in SIZES) for row in rows]
+    shape = max(set(shapes), key=shapes.count)
+    rows = [row for row, own in zip(rows, shapes, strict=True) if own == shape]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    title = "Bandwidth as a fraction of a copy's, by the bytes that an operation must move"
+    fig, axes = figure(1, len(dtypes), (4.4 * len(dtypes) + 1, 5.2), title, foot, sharey=True)
+    for panel, dtype in zip(axes[0], dtypes, strict=True):
+        own = [row for row in rows if row["dtype"] == dtype]
+        labels = list(dict.fromkeys(f"{row['operation']}\n{row['direction']}" for row in own))
+        _grouped(panel, own, labels, lambda row: f"{row['operation']}\n{row['direction']}", "fraction_of_copy")
+        panel.axvline(1, color="#999999", linestyle="--", linewidth=1)
+        panel.set_title(f"{dtype}, N = {shape[0]}, T = {shape[1]}, D = {shape[2]}")
+    _legend(fig, axes[0][0])
+    return fig
+
+
+def _grouped(axes: Axes, rows: Sequence[Row], labels: Sequence[str], label: Callable[[Row], str], value: str) -> None:
+    """Horizontal bars, one group for each label, one bar for each implementation."""
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    height = 0.8 / len(names)
+    for i, name in enumerate(names):
+        own = {label(row): row for row in rows if row["implementation"] == name}
+        at = [j + (i - (len(names) - 1) / 2) * height for j, text in enumerate(labels) if text in own]
+        values = [own[text][value] for text in labels if text in own]
+        bars = axes.barh(at, values, height * 0.92, color=color(name), label=name)
+        axes.bar_label(bars, fmt=lambda x: f"{x:.2g}", padding=2, fontsize=7, color="#444444")
+    _names_down(axes, labels)
+
+
+def _names_down(axes: Axes, names: Sequence[str]) -> None:
+    """Names beside horizontal bars, the first at the top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+
+
+def stacks(rows: Sequence[Row], foot: str) -> Figure | None:
+    """Time of a whole training stack by implementation, forward and backward on top of each other."""
+    rows = [row for row in rows if row["suite"] == "stacks"]
+    if not rows:
+        return None
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    shape = rows[0]
+    title = f"A stack of {shape['sublayers']} sublayers, {shape['per_block']} per block, between free sublayers"
+    fig, axes = figure(1, len(dtypes), (4.4 * len(dtypes) + 0.6, 3.2), title, foot)
+    for panel, dtype in zip(axes[0], dtypes, strict=True):
+        _stacked(panel, [row for row in rows if row["dtype"] == dtype])
+        panel.set_title(f"{dtype}, T = {shape['tokens']}, D = {shape['dim']}")
+        panel.set_xlabel("ms, forward (dark) + backward (light)")
+    return fig
+
+
+def _stacked(axes: Axes, rows: Sequence[Row]) -> None:
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        times.setdefault(row["implementation"], {})[row["direction"]] = row["seconds"] * 1e3
+    names = sorted(times, key=lambda name: sum(times[name].values()))
+    for j, name in enumerate(names):
+        forward, backward = (times[name].get(direction, 0.0) for direction in ("forward", "backward"))
+        axes.barh(j, forward, 0.7, color=color(name))
+        bar = axes.barh(j, backward, 0.7, left=forward, color=color(name), alpha=0.55)
+        axes.bar_label(bar, [f"{forward + backward:.3g}"], padding=3, fontsize=8)
+    axes.margins(x=0.15)
+    _names_down(axes, names)
+
+
+def counted(rows: Sequence[Row], foot: str) -> Figure | None:
+    """Bytes of a whole stack, counted, in row sets per sublayer."""
+    if not rows:
+        return None
+    shapes = list(dict.fromkeys(row["stack"] for row in rows))
+    title = "What a training stack moves, counted: row sets per sublayer, bfloat16"
+    fig, axes = figure(1, len(shapes), (5.2 * len(shapes) + 0.6, 3.6), title, foot)
+    for panel, shape in zip(axes[0], shapes, strict=True):
+        own = sorted((row for row in rows if row["stack"] == shape), key=lambda row: row["total"])
+        for j, row in enumerate(own):
+            panel.barh(j, row["forward"], 0.7, color=color(row["implementation"]))
+            bar = panel.barh(
+                j, row["backward"], 0.7, left=row["forward"], color=color(row["implementation"]), alpha=0.55
+            )
+            panel.bar_label(bar, [f"{row['total']:.3g}  (keeps {row['kept']:.2g})"], padding=3, fontsize=8)
+        panel.margins(x=0.3)
+        _names_down(panel, [row["implementation"] for row in own])
+        sublayers, per_block = shape.split("x")
+        panel.set_title(f"{sublayers} sublayers, {per_block} per block")
+        panel.set_xlabel("forward (dark) + backward (light)")
+    return fig
+
+
+def hop_units(table: Iterable[tuple[int, int, int, int, int, int]], foot: str) -> Figure:
+    """Exact units on the wire per microbatch by P and V: `(P, V, total without, with cache, peak without, with)`."""
+    rows = list(table)
+    fig, axes = figure(1, 2, (9, 3.6), "What travels between pipeline ranks, per microbatch and direction", foot)
+    labels = [f"P {p}, V {v}" for p, v, *_ in rows]
+    for panel, first, title in ((axes[0][0], 2, "all hops together"), (axes[0][1], 4, "the largest hop")):
+        for shift, column, name, shade in (
+            (-0.2, first, "every source, every hop", "#b0b0b0"),
+            (0.2, first + 1, "with the block cache", "#d1495b"),
+        ):
+            bars = panel.bar(
+                [i + shift for i in range(len(rows))], [row[column] for row in rows], 0.38, color=shade, label=name
+            )
+            panel.bar_label(bars, padding=1, fontsize=7)
+        panel.set_xticks(range(len(rows)), labels, rotation=40, ha="right")
+        panel.set_title(title)
+        panel.grid(axis="x", visible=False)
+    axes[0][0].set_ylabel("units of [B, T, D]")
+    axes[0][0].legend(frameon=False)
+    return fig
+
+
+def pipeline(rows: Sequence[Row], foot: str) -> Figure | None:
+    """Simulated time per step over P, with the measured points where there are any."""
+    simulated = [row for row in rows if row["part"] == "simulated"]
+    if not simulated:
+        return None
+    models = list(dict.fromkeys(row["model"] for row in simulated))
+    title = "Time per step over the number of pipeline ranks, simulated, standard residual at the smallest P = 1"
+    fig, axes = figure(1, len(models), (3.9 * len(models) + 0.8, 3.4), title, foot)
+    shades = {"standard": "#8d99ae", "block": "#edae49", "block, cache": "#d1495b"}
+    for panel, model in zip(axes[0], models, strict=True):
+        for variant in dict.fromkeys(row["variant"] for row in simulated):
+            own = [row for row in simulated if row["model"] == model and row["variant"] == variant]
+            panel.plot(
+                [row["P"] for row in own],
+                [row["relative"] for row in own],
+                "o-",
+                color=shades[variant],
+                label=variant,
+                markersize=4,
+            )
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2)
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        panel.set_title(model)
+        panel.set_xlabel("pipeline ranks P")
+    axes[0][0].set_ylabel("relative time per step")
+    axes[0][0].legend(frameon=False)
+    return fig
+
+
+def learning(rows: Sequence[Row], foot: str) -> Figure | None:
+    """Validation loss over steps, the mean of the seeds and their range; the last loss of each; tokens per second."""
+    if not rows:
+        return None
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    shades = plt.get_cmap("viridis")([i / max(1, len(variants) - 1) * 0.9 for i in range(len(variants))])
+    title = "Learning at equal steps and equal parameters, three seeds"
+    fig, axes = figure(1, 3, (11, 3.6), title, foot, width_ratios=(1.6, 1, 1))
+    for i, variant in enumerate(variants):
+        own = [row for row in rows if row["variant"] == variant]
+        steps = own[0]["steps"]
+        losses = list(zip(*(row["validation"] for row in own), strict=True))
+        means = [sum(values) / len(values) for values in losses]
+        shade = "#8d99ae" if variant == "standard" else shades[i]
+        axes[0][0].plot(steps, means, color=shade, label=variant)
+        axes[0][0].fill_between(
+            steps, [min(v) for v in losses], [max(v) for v in losses], color=shade, alpha=0.15, linewidth=0
+        )
+        last = [row["validation"][-1] for row in own]
+        axes[0][1].plot(last, [i] * len(last), "o", color=shade, alpha=0.6)
+        axes[0][1].plot([means[-1]], [i], "|", color=shade, markersize=18, markeredgewidth=2)
+        speeds = sorted(row["tokens_per_s"] for row in own)
+        bar = axes[0][2].barh(i, speeds[len(speeds) // 2], 0.6, color=shade)
+        axes[0][2].bar_label(bar, fmt="%.0f", padding=3, fontsize=8)
+    axes[0][0].set(title="validation loss", xlabel="step", ylabel="nats per byte")
+    axes[0][0].legend(frameon=False)
+    for panel, text in ((axes[0][1], "last validation loss"), (axes[0][2], "tokens per second")):
+        _names_down(panel, variants)
+        panel.set_title(text)
+    axes[0][2].margins(x=0.2)
+    return fig

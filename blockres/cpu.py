@@ -18,8 +18,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# Elements of all tensors of a chunk together, per thread: 2 MiB in float32, the L2 cache of a current server core or its
-# share of the L3. A chunk is also at most a thirty-second of the tensors, so that its buffers add a few percent to
+# Elements of all tensors of a chunk together, per thread: 2 MiB in float32, the L2 cache of a current server core or
+# its share of the L3. A chunk is also at most a thirty-second of the tensors, so that its buffers add a few percent to
 # them; below a quarter of a million elements that is not worth the calls it takes.
 _ELEMENTS_PER_THREAD = 2**19
 _MIN_ELEMENTS = 2**18
@@ -157,6 +157,7 @@ def _backward(
     needs_grad: Sequence[bool],
     accumulate: Sequence[Tensor | None],
 ) -> tuple[list[Tensor], Tensor, Tensor]:
+    """`attn_res_inter_backward`, with gradients of the scores `[S, N, ...]` as well."""
     dsources = [s.new_empty(s.shape if needed else (0,)) for s, needed in zip(sources, needs_grad, strict=True)]
     dkeys, dgain = _Total(keys), _Total(gain)
     scratch = _Scratch(scores.dtype)
@@ -180,11 +181,12 @@ def _backward(
         on_key, on_value = _score_backward(dscore, score, _by_token(r_rows).unsqueeze(-1), scale, keys.shape[1])
         dkeys.add(on_key.flatten(0, 1).t() @ values.flatten(0, 1))
         dkeys.add(on_key.sum(1).t() @ center.squeeze(1))
-        values.add_(center).mul_(on_value.sum(-1, keepdim=True))
-        values.baddbmm_(weights, grads).baddbmm_(on_key, _per_token(keys, values))
-        for j, old in zip(added, old_rows, strict=True):
-            values[: len(old), j] += old
-        _scatter([values[:, j] for j in wanted], drows)
+        if wanted:
+            values.add_(center).mul_(on_value.sum(-1, keepdim=True))
+            values.baddbmm_(weights, grads).baddbmm_(on_key, _per_token(keys, values))
+            for j, old in zip(added, old_rows, strict=True):
+                values[: len(old), j] += old
+            _scatter([values[:, j] for j in wanted], drows)
     return dsources, dkeys.sum, dgain.sum
 
 

@@ -88,8 +88,8 @@ def _differentiate_attn_res(ctx, grad_out, grad_lse, grad_scores, _):
     needs_grad = ctx.needs_input_grad[0]
     grad_out = _zeros_like(sources[0]) if grad_out is None else grad_out
     saved = (sources, query, key_weight, norm_weight, lse, scores, rstd)
-    dsources, *sums = attn_res_backward(grad_out, grad_lse, grad_scores, *saved, *ctx.settings, needs_grad)
-    parameters = _parameter_gradients(*sums, query, key_weight, norm_weight)
+    dsources, dkey, dnorm = attn_res_backward(grad_out, grad_lse, grad_scores, *saved, *ctx.settings, needs_grad)
+    parameters = _parameter_gradients(dkey, dnorm, query, key_weight, norm_weight)
     return _only(dsources, needs_grad), *parameters, None, None, None, None
 
 
@@ -146,8 +146,8 @@ def _differentiate_inter(ctx, grad_outputs, grad_lse, *_):
 def _inter_gradients(grad_outputs, grad_lse, saved, settings, needs_grad, accumulate):
     sources, *parameters = saved[:4]
     grad_outputs = [_zeros_like(sources[0]) if grad is None else grad for grad in grad_outputs]
-    dsources, *sums = attn_res_inter_backward(grad_outputs, grad_lse, *saved, *settings, needs_grad, accumulate)
-    return _only(dsources, needs_grad), _parameter_gradients(*sums, *parameters)
+    dsources, dkeys, dnorm = attn_res_inter_backward(grad_outputs, grad_lse, *saved, *settings, needs_grad, accumulate)
+    return _only(dsources, needs_grad), _parameter_gradients(dkeys, dnorm, *parameters)
 
 
 attn_res_inter_forward.register_autograd(_differentiate_inter, setup_context=_save_inter)
@@ -245,8 +245,8 @@ def _differentiate_merge(ctx, grad_h, grad_partial, _):
 def _merge_gradients(ctx, grad_h, grad_partial):
     saved = output, _, _, query, key_weight, norm_weight, _ = ctx.saved_tensors
     grad_h = _zeros_like(output) if grad_h is None else grad_h
-    doutput, dlse, dpartial, *sums = attn_res_merge_backward(grad_h, grad_partial, *saved, *ctx.settings)
-    return doutput, dlse, dpartial, *_parameter_gradients(*sums, query, key_weight, norm_weight)
+    doutput, dlse, dpartial, dkey, dnorm = attn_res_merge_backward(grad_h, grad_partial, *saved, *ctx.settings)
+    return doutput, dlse, dpartial, *_parameter_gradients(dkey, dnorm, query, key_weight, norm_weight)
 
 
 attn_res_merge_forward.register_autograd(_differentiate_merge, setup_context=_save_merge)

@@ -202,8 +202,11 @@ def unsplit(tmp_path_factory) -> list[float]:
     return losses(run_alone(tmp_path_factory.mktemp("unsplit"), *EXACT, "--virtual-stages", "1"))
 
 
-def test_several_stages_in_one_process_follow_the_unsplit_run(tmp_path, unsplit):
-    assert losses(run_alone(tmp_path, *EXACT, "--virtual-stages", "3")) == pytest.approx(unsplit, rel=1e-10)
+@pytest.mark.parametrize("cache", ["--cache", "--no-cache"])
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"])
+def test_two_stages_in_one_process_follow_the_unsplit_run(tmp_path, unsplit, schedule, cache):
+    run = run_alone(tmp_path, *EXACT, "--virtual-stages", "2", "--schedule", schedule, cache)
+    assert losses(run) == pytest.approx(unsplit, rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +214,9 @@ def test_several_stages_in_one_process_follow_the_unsplit_run(tmp_path, unsplit)
     [
         (2, []),
         (4, ["--dp-size", "2", "--num-microbatches", "2"]),
-        (4, ["--schedule", "LoopedBFS", "--no-cache"]),
+        (4, ["--schedule", "ZBVZeroBubble"]),
     ],
-    ids=["P2-V2", "dp2-P2-V2", "P4-V2-uncached"],
+    ids=["P2-V2", "dp2-P2-V2", "P4-V2-zbv"],
 )
 def test_a_pipeline_follows_the_unsplit_run(tmp_path, unsplit, count, flags):
     run = torchrun(count, *EXACT, *flags, "--out", str(tmp_path))

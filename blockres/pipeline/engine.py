@@ -61,14 +61,9 @@ SCHEDULE_STATE = ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops")
 def check_engine(stage_class: type = PipelineStage, schedule_class: type = ScheduleInterleaved1F1B) -> None:
     """Raise ImportError where the engine lacks a member that blockres overrides, or has it with other parameters."""
     complaints = [complaint for name in METHODS if (complaint := _complaint(stage_class, name))]
-    constructors = [vars(base).get("__init__") for base in stage_class.__mro__]
-    assigned = {
-        name
-        for constructor in constructors
-        if inspect.isfunction(constructor)
-        for name in constructor.__code__.co_names
-    }
-    complaints += [f"the attribute {name} is missing" for name in ATTRIBUTES if name not in assigned]
+    for owner, names in ((stage_class, ATTRIBUTES), (schedule_class, SCHEDULE_STATE)):
+        assigned = _assigned_by_constructors(owner)
+        complaints += [f"{owner.__name__} has no {name}" for name in names if name not in assigned]
     if complaints:
         raise ImportError(
             f"blockres.pipeline is tested with torch {TESTED_TORCH} and cannot use the pipelining engine of torch "

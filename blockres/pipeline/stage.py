@@ -159,10 +159,11 @@ class BlockResStage(PipelineStage):
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
         # The engine's first exchange between neighbours: the last moment at which a disagreement cannot hang it.
+        self._check_placement()
         self._agree(self._settings())
         return super()._warmup_forward_vote(has_backward, received_acc)
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+    def _check_placement(self) -> None:
         placed = [self.stage_index_to_group_rank[stage] for stage in range(self.num_stages)]
         routed = [self.routing.rank_of(stage) for stage in range(self.num_stages)]
         if placed != routed:
@@ -170,6 +171,8 @@ class BlockResStage(PipelineStage):
                 f"the schedule puts the stages on ranks {placed}, the routing on {routed}: build the routing with the "
                 "placement of the schedule ('v' for ZBVZeroBubble and DualPipeV, else 'loop')"
             )
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         self._agree({"microbatches in this step": num_microbatches})
         self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
 

@@ -5,9 +5,11 @@ Every check is plain Python on shapes, strides and dtypes, so that `torch.compil
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 MAX_WIDTH = 16384
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -117,6 +119,8 @@ def tensor(name: str, value: Tensor) -> None:
     """A plain, dense tensor of one of the four float dtypes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if not torch.compiler.is_compiling():
+        _transforms(name, value)
     if hasattr(value, "to_local"):
         raise TypeError(
             f"{name} is a DTensor; blockres works on the tensors of one device. Call .to_local() where D is whole "
@@ -126,6 +130,15 @@ def tensor(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; call .to_dense() on it first")
     if value.dtype not in FLOATS:
         raise TypeError(f"{name} must be one of {_names(FLOATS)}, got {value.dtype}")
+
+
+def _transforms(name: str, value: Tensor) -> None:
+    """Refuse what has no rule here; forward mode would otherwise drop the tangent without a word."""
+    if unpack_dual(value).tangent is not None or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"blockres operations differentiate in reverse mode, by torch.autograd; {name} came through forward mode or "
+            "a torch.func transform. The functions of blockres.reference, which have the same signatures, take both"
+        )
 
 
 def _alike(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
@@ -138,14 +151,8 @@ def _alike(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
 
 def _one_stride(value: Tensor, start: int, stop: int) -> bool:
     """One stride walks through the dimensions start … stop - 1 in order."""
-    size = stride = None
-    for d in range(stop - 1, start - 1, -1):
-        if value.shape[d] == 1:
-            continue
-        if stride is not None and value.stride(d) != size * stride:
-            return False
-        size, stride = value.shape[d], value.stride(d)
-    return True
+    steps = [(value.shape[d], value.stride(d)) for d in range(start, stop) if value.shape[d] != 1]
+    return all(outer == size * inner for (_, outer), (size, inner) in pairwise(steps))
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -35,7 +35,9 @@ def _operation(name: str, schema: str) -> Any:
     """A custom op whose implementations are the functions of that name in `blockres.cpu` and `blockres_kernels`."""
 
     def on_cpu(*args: Any) -> Any:
-        return getattr(cpu, name)(*args)
+        # Autocast would reach the PyTorch calls that the implementation is made of.
+        with torch.autocast("cpu", enabled=False):
+            return getattr(cpu, name)(*args)
 
     def on_cuda(*args: Any) -> Any:
         return getattr(kernels(), name)(*args)

@@ -136,8 +136,8 @@ def _transforms(name: str, value: Tensor) -> None:
     """Refuse what has no rule here; forward mode would otherwise drop the tangent without a word."""
     if unpack_dual(value).tangent is not None or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            f"blockres operations differentiate in reverse mode, by torch.autograd; {name} came through forward mode or "
-            "a torch.func transform. The functions of blockres.reference, which have the same signatures, take both"
+            f"blockres operations are differentiated in reverse mode, by torch.autograd; {name} came through forward "
+            "mode or a torch.func transform. blockres.reference has functions of the same signatures that take both"
         )
 
 

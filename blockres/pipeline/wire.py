@@ -144,31 +144,40 @@ class Outbox:
 
     def __init__(self, device: torch.device) -> None:
         self._waits_for_previous = device.type == "cpu"
-        self._works: list[tuple[int | None, dist.Work]] = []
+        self._pending: list[_Send] = []
 
     def post(self, operations: Sequence[dist.P2POp], microbatch: int | None = None) -> None:
         """Send; with `microbatch`, so that `arrived` can name it."""
         if self._waits_for_previous:
             self.flush()
-        self._works = [(key, work) for key, work in self._works if not work.is_completed()]
-        self._works += [(microbatch, work) for work in post(operations)]
+        self._pending = [send for send in self._pending if not send.work.is_completed()]
+        works = post(operations)
+        self._pending += [
+            _Send(work, operation.tensor, microbatch) for work, operation in zip(works, operations, strict=True)
+        ]
 
     def arrived(self, microbatch: int) -> None:
         """The receiver has answered for this microbatch, so its sends are over."""
-        for key, work in self._works:
-            if key == microbatch:
-                work.wait()
-        self._works = [(key, work) for key, work in self._works if key != microbatch]
+        for send in self._pending:
+            if send.microbatch == microbatch:
+                send.work.wait()
+        self._pending = [send for send in self._pending if send.microbatch != microbatch]
 
     def flush(self) -> None:
         """Wait for all sends."""
-        works, self._works = self._works, []
-        for _, work in works:
-            work.wait()
+        pending, self._pending = self._pending, []
+        for send in pending:
+            send.work.wait()
 
     def abandon(self) -> None:
         """Forget all sends, after a failure: the peer may never receive them."""
-        self._works = []
+        self._pending = []
+
+
+class _Send(NamedTuple):
+    work: dist.Work
+    message: Tensor  # the backend need not keep it
+    microbatch: int | None
 
 
 @dataclass(frozen=True)

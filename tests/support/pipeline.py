@@ -67,10 +67,11 @@ class ToyPart(nn.Module):
         views: bool = False,
         strided: bool = False,
         frozen_below: int = 0,
+        autocast: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         total, dim = sum(case.sublayers_per_stage), case.shape[-1]
-        self.views, self.strided = views, strided
+        self.views, self.strided, self.autocast = views, strided, autocast
         self.embedding = nn.Embedding(VOCABULARY, dim) if first else None
         self.sublayers = nn.ModuleDict({str(l): nn.Linear(dim, dim) for l in range(start, stop)})
         self.residual = BlockAttnRes(dim, total, case.sublayers_per_block, start=start, stop=stop, final=last)
@@ -82,6 +83,10 @@ class ToyPart(nn.Module):
             parameter.requires_grad_(_depth(name) >= frozen_below)
 
     def forward(self, inputs: Tensor | Sequence[Tensor], partial: Tensor | None = None) -> Any:
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            return self._run(inputs, partial)
+
+    def _run(self, inputs: Tensor | Sequence[Tensor], partial: Tensor | None) -> Any:
         if self.embedding is not None:
             stream = self.residual.stream(self.embedding(inputs))
         else:

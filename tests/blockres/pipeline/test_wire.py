@@ -99,6 +99,18 @@ def everything_on_the_wire_has_the_pipeline_dtype(rank: int) -> None:
             assert len(payload) == (units if dtype == wire else hops), "one message a hop where a cast is needed"
 
 
+def a_float32_stream_with_narrow_sublayers_travels_in_either_dtype(rank: int) -> None:
+    for wire in (None, torch.bfloat16):
+        case = LOOP.but(dtype=torch.float32, pipeline_dtype=wire, model={"autocast": torch.bfloat16})
+        pipeline = build(case, rank)
+        with sent_messages() as sent:
+            pipeline.step()
+        assert {message.content.dtype for message in sent if message.is_payload} == {wire or torch.float32}
+        _, expected = reference(case)
+        assert all(gradient.dtype == torch.float32 for gradient in pipeline.gradients().values())
+        assert largest_error(pipeline.gradients(), expected) < (0.05 if wire else 0.02)
+
+
 def gradients_come_in_the_dtype_of_what_they_belong_to(rank: int) -> None:
     for dtype, wire in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         pipeline = build(LOOP.but(dtype=dtype, pipeline_dtype=wire), rank)
@@ -300,6 +312,7 @@ CHECKS: dict[int, list[Check]] = {
     2: [
         units_are_those_of_the_routing,
         everything_on_the_wire_has_the_pipeline_dtype,
+        a_float32_stream_with_narrow_sublayers_travels_in_either_dtype,
         gradients_come_in_the_dtype_of_what_they_belong_to,
         a_narrow_wire_learns_as_well,
         what_needs_no_cast_is_not_copied,

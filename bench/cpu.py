@@ -1,8 +1,8 @@
 """blockres on a CPU against the textbook formula, eager and compiled.
 
-    python -m bench.cpu                                     # float32 and bfloat16, 1024 and 8192 tokens, 1 and 2
-    threads python -m bench.cpu --tokens 1024 --dtype float32 --implementation blockres --implementation eager python
-    -m bench.cpu --allocator keep                    # freed memory is used again, for all alike
+    python -m bench.cpu                        # float32 and bfloat16, 1024 and 8192 tokens, 1 and 2 threads
+    python -m bench.cpu --tokens 1024 --dtype float32 --implementation blockres --implementation eager
+    python -m bench.cpu --allocator keep       # freed memory is used again, for all alike
 
 One aggregation over 8 sources of width 1024, forward and backward. The implementations and a copy of the sources take
 turns within each round, in one process for each number of threads; the copy goes into new memory, as results do.
@@ -11,15 +11,13 @@ inputs, outputs, gradients and saved statistics together. Compiling is timed apa
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from torch import Tensor
 from bench import environment
 from bench.cases import DTYPES, OPERATIONS, Shape, leaves, make_inputs, upstream, verify
 from bench.implementations import Implementation, find
+from bench.memory import peak_growth
 from bench.tables import markdown, number
 from bench.timing import spread
 
@@ -73,22 +72,9 @@ class Contender:
         """Most resident memory over what has to be there: inputs, upstream, output, gradients, two statistics each."""
         needed = (2 * shape.sources + 2) * shape.rows(dtype) + (2 * shape.sources + 1) * shape.tokens * 4
         held = (shape.sources + 1) * shape.rows(dtype)
-        return (held + _peak_growth(self.run)) / needed
-
-
-def _peak_growth(run: Callable[[], object]) -> int:
-    """Bytes by which the resident memory grows at the most while `run` runs."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier runs have freed would otherwise serve this one unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark starts anew
-    before = _resident("VmRSS")
-    run()
-    return _resident("VmHWM") - before
-
-
-def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
+        with peak_growth() as grown:
+            self.run()
+        return (held + grown.growth) / needed
 
 
 def measure(names: Sequence[str], tokens: int, dtype_name: str, rounds: int) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
 }
+PIPELINE_COLORS = {"standard": "#8d99ae", "block": "#edae49", "block, cache": "#d1495b"}
 SIZES = {"sources": "sources N", "tokens": "tokens T", "dim": "hidden size D"}
 
 
@@ -243,33 +244,25 @@ def hop_units(table: Iterable[tuple[int, int, int, int, int, int]], foot: str) -
 
 
 def pipeline(rows: Sequence[Row], foot: str) -> Figure | None:
-    """Simulated time per step over P, with the measured points where there are any."""
+    """Simulated: how well P ranks are used, by what travels between them."""
     simulated = [row for row in rows if row["part"] == "simulated"]
     if not simulated:
         return None
     models = list(dict.fromkeys(row["model"] for row in simulated))
-    title = "Time per step over the number of pipeline ranks, simulated, standard residual at the smallest P = 1"
-    fig, axes = figure(1, len(models), (3.9 * len(models) + 0.8, 3.4), title, foot)
-    shades = {"standard": "#8d99ae", "block": "#edae49", "block, cache": "#d1495b"}
+    title = "Pipeline efficiency over the number of ranks, simulated (1: no bubble, nothing waits for the wire)"
+    fig, axes = figure(1, len(models), (3.1 * len(models), 3.2), title, foot, sharey=True)
     for panel, model in zip(axes[0], models, strict=True):
-        for variant in dict.fromkeys(row["variant"] for row in simulated):
+        for variant, shade in PIPELINE_COLORS.items():
             own = [row for row in simulated if row["model"] == model and row["variant"] == variant]
-            panel.plot(
-                [row["P"] for row in own],
-                [row["relative"] for row in own],
-                "o-",
-                color=shades[variant],
-                label=variant,
-                markersize=4,
-            )
+            at, efficiency = [row["P"] for row in own], [row["efficiency"] for row in own]
+            panel.plot(at, efficiency, "o-", color=shade, label=variant, markersize=4)
         panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
         panel.set_title(model)
         panel.set_xlabel("pipeline ranks P")
-    axes[0][0].set_ylabel("relative time per step")
-    axes[0][0].legend(frameon=False)
+        panel.set_ylim(0, 1.05)
+    axes[0][0].set_ylabel("T(1) / (P · T(P))")
+    axes[0][0].legend(frameon=False, loc="lower left")
     return fig
 
 

@@ -93,13 +93,18 @@ def _plain_table(rows: Sequence[Row]) -> str:
     return markdown(columns, cells)
 
 
+def _tables_by_part(rows: Sequence[Row]) -> str:
+    parts = dict.fromkeys(row["part"] for row in rows)
+    return "\n\n".join(f"### {part}\n\n" + _plain_table([r for r in rows if r["part"] == part]) for part in parts)
+
+
 SECTIONS: tuple[tuple[str, str, Callable[[Sequence[Row]], str], tuple[str, ...]], ...] = (
     ("times", "Times", times_table, ("over_sizes", "fractions", "stacks")),
     ("device", "On a GPU", _plain_table, ()),
     ("stack", "A training stack, counted", _plain_table, ("counted",)),
     ("traffic", "Single calls, counted", _plain_table, ()),
     ("cpu", "CPU", _plain_table, ()),
-    ("pipeline", "Pipeline", _plain_table, ("pipeline",)),
+    ("pipeline", "Pipeline", _tables_by_part, ("pipeline",)),
     ("learning", "Learning", _plain_table, ("learning",)),
 )
 NOTES = {

@@ -18,7 +18,7 @@ from tests.support.distributed import run_all_well
 from tests.support.huggingface import SavedBytes, causal_lm, config, disturb, tokens
 from tests.support.numerics import relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
 
 MAIN = ["gpt2", "llama", "qwen3", "mixtral"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -287,6 +287,18 @@ def test_bfloat16(family):
     logits, found = gradients(narrow, ids)
     assert logits.dtype == torch.bfloat16
     assert all(grad.dtype == torch.bfloat16 and grad.isfinite().all() for grad in found.values())
+    assert relative_error(logits, expected) <= 4e-2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_autocast(family):
+    """Parameters and residual in float32, attentions and MLPs in bfloat16."""
+    model = changed(family)
+    ids = tokens(2, 9)
+    expected, _ = gradients(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, found = gradients(model, ids)
+    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in found.values())
     assert relative_error(logits, expected) <= 4e-2
 
 

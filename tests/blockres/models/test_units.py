@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from blockres.models import layers_from_sublayers, sublayers_from_layers, sublayers_per_block_of
+from blockres.pipeline import BlockRouting, split_sublayers
 
 
 def test_there_and_back():
@@ -36,3 +37,24 @@ def test_a_configuration_that_says_nothing_or_too_much():
         sublayers_per_block_of({"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="got attn_res_block_size, attnres_block_size"):
         sublayers_per_block_of({"attn_res_block_size": 3, "attnres_block_size": 6})
+
+
+def test_kimi_k3_over_a_pipeline():
+    """93 layers on 8 ranks with 4 stages each: 29 stages of 3 layers and 3 of 2, blocks of 12 layers, the last of 9."""
+    config = {"model_type": "kimi_k3", "text_config": {"num_hidden_layers": 93, "attn_res_block_size": 12}}
+    size = sublayers_per_block_of(config)
+    layers = split_sublayers(config["text_config"]["num_hidden_layers"], 8 * 4)
+    assert sorted(layers) == [2] * 3 + [3] * 29
+    routing = BlockRouting([sublayers_from_layers(count) for count in layers], size, pp_size=8)
+    assert routing.num_sublayers == 186
+    assert routing.num_sources(32) == 8  # the embedding and 7 complete blocks: K3's bank has as many slots
+    seen: list[set[int]] = [set() for _ in range(8)]
+    units, run = [], 0
+    for stage, count in enumerate(routing.sublayers_per_stage):
+        sources = set(range(1 + run // size)) if stage else set()
+        if stage:
+            units.append(len(sources - seen[stage % 8]) + (run % size > 0))
+        run += count
+        seen[stage % 8] |= sources | set(range(1 + run // size))
+    assert list(routing.hop_units()) == units
+    assert sum(units) < sum(routing.hop_units(cache=False)) / 2

@@ -1,0 +1,162 @@
+"""One training step of a small Llama, three ways: its standard residual, Attention Residuals by the formula in eager
+PyTorch, and blockres. Peak memory counted at the allocator, tokens per second side by side in one run.
+
+    python -m bench.huggingface                     # about two minutes on two cores
+    python -m bench.huggingface --layers 4 --dim 128 --tokens 256 --rounds 3
+
+The formula runs in the same model through the same machinery, as people write it: sources stacked, keys normalised in
+float32, a softmax over depth, an einsum; then the model's own norm.
+
+Peak memory is what the CPU's allocator has handed out and not got back, from the start of the step's forward to the end
+of its backward; parameters and optimizer states were there before and do not count. Times are taken in turns, and the
+table gives medians and the spread between the quartiles.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from bench import environment
+from blockres.models import apply_attn_res
+from blockres.modules import BlockAttnRes
+
+
+class FormulaStream:
+    """The residual stream by the formula, every aggregation over stacked sources."""
+
+    def __init__(self, residual: BlockAttnRes, embedding: Tensor) -> None:
+        self._residual, self.position = residual, 0
+        self._sources: list[Tensor] = [embedding]
+        self._partial: Tensor | None = None
+
+    def read(self, norm: tuple[Tensor, float]) -> Tensor:
+        own = self._residual.aggregations[str(self.position)]
+        values = torch.stack(self._sources if self._partial is None else [*self._sources, self._partial]).float()
+        keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + own.eps) * own.key_weight
+        shares = torch.einsum("nbtd,d->nbt", keys, own.query).softmax(0)
+        mixed = torch.einsum("nbt,nbtd->btd", shares, values)
+        weight, eps = norm
+        return (mixed * torch.rsqrt(mixed.pow(2).mean(-1, keepdim=True) + eps) * weight).to(self._sources[0].dtype)
+
+    def write(self, update: Tensor) -> None:
+        self._partial = update if self._partial is None else self._partial + update
+        self.position += 1
+        if self.position % self._residual.sublayers_per_block == 0:
+            self._sources, self._partial = [*self._sources, self._partial], None
+
+
+class FormulaResidual(BlockAttnRes):
+    def stream(self, embedding: Tensor) -> FormulaStream:
+        return FormulaStream(self, embedding)
+
+
+def models(options: argparse.Namespace) -> dict[str, nn.Module]:
+    """The three, with equal weights wherever they have the same."""
+    config = transformers.LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.dim,
+        intermediate_size=options.dim * 8 // 3,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.dim // 64,
+        num_key_value_heads=options.dim // 64,
+        use_cache=False,
+        pad_token_id=0,
+    )
+    found = {}
+    for name in ("standard", "eager formula", "blockres", "blockres, recompute"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=options.dtype).train()
+        if name != "standard":
+            apply_attn_res(model, options.sublayers_per_block, recompute="recompute" in name)
+            with torch.no_grad():
+                for aggregation in model.model.attn_res.aggregations.values():
+                    aggregation.query.normal_(std=0.02)
+        if name == "eager formula":
+            model.model.attn_res.__class__ = FormulaResidual
+        found[name] = model
+    return found
+
+
+def step(model: nn.Module, ids: Tensor) -> Tensor:
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that the CPU's allocator had out at a time, counted from the start of `run`."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, object]]:
+    ids = torch.randint(3, options.vocabulary, (options.batch, options.tokens))
+    found = models(options)
+    losses = {name: float(step(model, ids)) for name, model in found.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(options.rounds):
+        for name, model in found.items():
+            began = time.perf_counter()
+            step(model, ids)
+            seconds[name].append(time.perf_counter() - began)
+    rows = []
+    for name, model in found.items():
+        model.zero_grad(set_to_none=True)
+        low, middle, high = statistics.quantiles(seconds[name], n=4)
+        rows.append(
+            {
+                "model": name,
+                "loss": losses[name],
+                "peak MiB": peak_bytes(lambda model=model: step(model, ids)) / 2**20,
+                "tokens/s": ids.numel() / middle,
+                "spread": (high - low) / middle,
+            }
+        )
+        model.zero_grad(set_to_none=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=512)
+    parser.add_argument("--sublayers-per-block", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each model, in turns")
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32)
+    options = parser.parse_args()
+    rows = measured(options)
+    first = rows[0]
+    print(environment.summary(environment.describe()))
+    print(
+        f"Llama, {options.layers} layers of {options.dim}, {options.batch} × {options.tokens} tokens, {options.dtype}, "
+    )
+    print(f"{options.sublayers_per_block} sublayers per block, {torch.get_num_threads()} threads\n")
+    print("| model | loss | peak of a step, MiB | × standard | tokens/s | × standard | spread |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row['model']} | {row['loss']:.4f} | {row['peak MiB']:.1f} | {row['peak MiB'] / first['peak MiB']:.2f} "
+            f"| {row['tokens/s']:.0f} | {row['tokens/s'] / first['tokens/s']:.2f} | {row['spread']:.0%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -48,8 +48,13 @@ class OperationCase:
     shape: Shape
     dtype: str
 
+    @property
+    def group(self) -> str:
+        """What all implementations do alike."""
+        return f"{self.operation}-{self.direction}-{self.shape}-{self.dtype}"
+
     def __str__(self) -> str:
-        return f"{self.operation}-{self.direction}-{self.shape}-{self.dtype}-{self.name}"
+        return f"{self.group}-{self.name}"
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,12 @@ class StackCase:
     shape: StackShape
     dtype: str
 
+    @property
+    def group(self) -> str:
+        return f"stack-{self.direction}-{self.shape}-{self.dtype}"
+
     def __str__(self) -> str:
-        return f"stack-{self.direction}-{self.shape}-{self.dtype}-{self.name}"
+        return f"{self.group}-{self.name}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -118,8 +127,10 @@ def _offered(name: str, operation: str, long: bool) -> bool:
 _find = functools.cache(find)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[NOT_TIMED] = {}
+    config.option.benchmark_columns = ["median", "iqr", "rounds"]
 
 
 @pytest.fixture
@@ -171,7 +182,8 @@ class _Replay:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "timed" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.benchmark(timer=_Replay()))
+            (case,) = item.callspec.params.values()
+            item.add_marker(pytest.mark.benchmark(timer=_Replay(), group=case.group))
 
 
 @pytest.fixture

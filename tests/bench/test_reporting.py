@@ -1,0 +1,131 @@
+"""Figures that are handed on: samples, tables, the report, the comparison with a stored run, the GPU script's exit."""
+
+import json
+
+import pytest
+import torch
+
+from bench import compare, cpu, device, environment, report
+from bench.tables import markdown, number
+from bench.timing import Timing, Work, measure, spread
+
+
+def test_a_time_is_taken_in_turn_with_a_copy():
+    order = []
+    work = Work(run=lambda state: order.append(("run", state)), prepare=lambda: order.append("prepare") or "ready")
+    timing = measure(lambda seed: work, 4096, "cpu", 0.0)
+    assert order == ["prepare", ("run", "ready")] * 6, "one to warm up, five that count"
+    assert len(timing.seconds) == len(timing.copies) == 5
+    assert timing.copy_bytes == 4096
+
+
+def test_figures_follow_from_the_samples():
+    timing = Timing([2.0, 1.0, 4.0, 2.0, 2.0], [0.5, 0.5, 0.5], copy_bytes=100)
+    assert timing.median == 2
+    assert timing.copy_bandwidth == 200
+    assert timing.bandwidth(300) == 150
+    assert timing.times_copy(100) == pytest.approx(4)
+    assert spread([1, 2, 3, 4, 5]) == pytest.approx(2 / 3)
+    assert spread([1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1234.5, "1234"), (12.34, "12.3"), (1.0, "1.00"), (9.996, "10.0"), (0.01234, "0.0123"), (None, "-")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
+
+
+def test_a_table_is_aligned():
+    lines = markdown(("", "ms"), [("blockres", 1), ("eager", "12.5")]).splitlines()
+    assert lines == ["|          |   ms |", "|----------|-----:|", "| blockres |    1 |", "| eager    | 12.5 |"]
+
+
+def benchmark(name, implementation="blockres", fraction=0.5, spread=0.02, **sizes):
+    info = {
+        "suite": "operations", "implementation": implementation, "operation": "attn_res", "direction": "forward",
+        "dtype": "float32", "sources": 8, "tokens": 64, "dim": 32, "bytes": 1000, "gb_per_s": 1.0, "copy_gb_per_s": 2.0,
+        "fraction_of_copy": fraction, "spread": spread, "copy_spread": spread, "error": 1e-7,
+    } | sizes  # fmt: skip
+    return {"name": name, "extra_info": info, "stats": {"median": 1e-3, "q1": 0.9e-3, "q3": 1.1e-3}}
+
+
+def suite(*benchmarks, **more):
+    return {"benchmarks": benchmarks, "machine_info": {"blockres_bench": environment.describe()}} | more
+
+
+def test_only_what_moved_by_more_than_the_spread_is_reported():
+    then = suite(benchmark("a"), benchmark("b"), benchmark("c", spread=0.5), benchmark("gone"))
+    now = suite(
+        benchmark("a", fraction=0.25), benchmark("b", fraction=0.49), benchmark("c", fraction=0.4), benchmark("new")
+    )
+    moved = [change.name for change in compare.changes(then, now) if change.moved]
+    assert moved == ["a"]
+    assert compare.changes(then, now)[0].ratio == pytest.approx(2)
+    text = compare.report(then, now)
+    assert "3 cases compared, 1 moved" in text
+    assert "only then: gone" in text
+    assert "only now: new" in text
+
+
+def test_becoming_faster_is_reported_and_no_failure(tmp_path, capsys):
+    paths = [tmp_path / "then.json", tmp_path / "now.json"]
+    for path, fraction in zip(paths, (0.25, 0.5), strict=True):
+        path.write_text(json.dumps(suite(benchmark("a", fraction=fraction))))
+    assert compare.main([str(paths[0]), "--new", str(paths[1])]) == 0
+    assert compare.main([str(paths[1]), "--new", str(paths[0])]) == 1
+    assert "1 moved" in capsys.readouterr().out
+
+
+def test_the_first_run_becomes_the_baseline(tmp_path):
+    new, baseline = tmp_path / "now.json", tmp_path / "kept" / "baseline.json"
+    new.write_text(json.dumps(suite(benchmark("a"))))
+    assert compare.main([str(baseline), "--new", str(new)]) == 0
+    assert baseline.read_text() == new.read_text()
+
+
+def test_the_report_holds_tables_and_plots_of_all_that_was_saved(tmp_path):
+    sizes = [benchmark(f"a{n}", name, sources=n) for n in (2, 4, 8) for name in ("blockres", "eager")]
+    stack = {"suite": "stacks", "operation": "stack", "sublayers": 8, "per_block": 4}
+    times = suite(*sizes, benchmark("stack", **stack), not_timed={"fla-core": "missing: no module"})
+    (tmp_path / "times.json").write_text(json.dumps(times))
+    counted = {
+        "implementation": "blockres",
+        "stack": "8x4",
+        "forward": 6.0,
+        "backward": 8.0,
+        "total": 14.0,
+        "kept": 2.0,
+    }
+    environment.save(tmp_path / "stack.json", "stack", [counted])
+    simulated = {"part": "simulated", "model": "m", "variant": "block", "P": 2, "efficiency": 0.9}
+    environment.save(tmp_path / "pipeline.json", "pipeline", [simulated])
+    learned = {"variant": "full", "seed": 0, "steps": [0, 1], "validation": [2.0, 1.0], "tokens_per_s": 10.0}
+    environment.save(tmp_path / "learning.json", "learning", [learned])
+    report.main([*map(str, tmp_path.glob("*.json")), "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "report.md").read_text()
+    for name in ("over_sizes", "fractions", "stacks", "counted", "pipeline", "learning", "hop_units"):
+        assert f"({name}.png)" in text
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
+    assert "not timed: fla-core: missing: no module" in text
+    assert torch.__version__ in text
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="neither from pytest-benchmark nor"):
+        report.main([str(tmp_path / "x.json")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_device_script_says_so_and_fails(capsys):
+    assert device.main([]) == 1
+    assert "torch.cuda.is_available() is False" in capsys.readouterr().err
+
+
+def test_the_cpu_script_measures_all_in_turn():
+    rows = cpu.measure(("blockres", "eager"), 16, "float32", rounds=2)
+    assert [row["implementation"] for row in rows] == ["blockres", "eager"]
+    assert all(row["ms"] > 0 and row["copies"] > 0 for row in rows)
+    assert "eager / this" in cpu.table(rows)

@@ -1,7 +1,7 @@
 """`BlockResStage`: a stage of PyTorch's pipelining engine that sends only what the next rank does not hold.
 
-The only file that touches the engine's private members. The engine's schedules drive a stage through a few calls per
-microbatch (receive, forward, send, and the same backward); they are overridden here as follows.
+The only file that overrides the engine's private members (`engine.py` lists them). The engine's schedules drive a stage
+through a few calls per microbatch: receive, forward, send, and the same backward.
 
 Forward. The state of the residual stream comes in: received sources and the partial sum from the wire (or by hand from
 a stage on the same rank), held sources from the rank's cache. Each is a leaf of its own. What the rank will need again
@@ -27,14 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from blockres.pipeline.cache import BlockCache, add_gradients
 from blockres.pipeline.engine import check_engine
+from blockres.pipeline.plan import PARTIAL, StagePlan
 from blockres.pipeline.routing import BlockRouting
 from blockres.pipeline.split_backward import backward_inputs, backward_weights
 from blockres.pipeline.wire import Header, HopFormat, Incoming, Link, Outbox, Traffic, agree
 
 check_engine()
-
-PARTIAL = -1
-"""Stands for the partial sum where sources go by their numbers."""
 
 
 class BlockResStage(PipelineStage):
@@ -84,7 +82,7 @@ class BlockResStage(PipelineStage):
         _check_floating("dtype", dtype)
         _check_floating("pipeline_dtype", pipeline_dtype or dtype)
         placeholder = torch.empty((), device="meta")
-        self.plan = _Plan.of(routing, index)
+        self.plan = StagePlan.of(routing, index)
         super().__init__(
             module,
             index,
@@ -95,9 +93,8 @@ class BlockResStage(PipelineStage):
             output_args=(placeholder,),
             group=group,
         )
-        self._runtime_validate = (
-            False  # the placeholders are no shapes to validate against; the wire has its own checks
-        )
+        # The placeholders are no shapes to validate against, and the stage has checks of its own.
+        self._runtime_validate = False
         self.routing, self.cache = routing, cache
         self.microbatch_shape = tuple(microbatch_shape)
         self.dtype = dtype
@@ -507,61 +504,6 @@ class BlockResStage(PipelineStage):
         except BaseException:
             self.start_over()
             raise
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """One stage's part of a routing. Units are source numbers in order, then PARTIAL."""
-
-    received: tuple[int, ...]
-    held: tuple[int, ...]
-    sent: tuple[int, ...]
-    new_units: tuple[int, ...]
-    kept_received: tuple[int, ...]
-    kept_produced: tuple[int, ...]
-    released: tuple[int, ...]
-    deposits: dict[int, int]
-    sources_in: int
-    sources_out: int
-    partial_out: bool
-    previous_is_local: bool
-    next_is_local: bool
-    is_first_on_rank: bool
-    is_last_on_rank: bool
-
-    @staticmethod
-    def of(routing: BlockRouting, stage: int) -> "_Plan":
-        last = routing.num_stages - 1
-        received, produced = routing.received(stage), routing.produced(stage)
-        partial_in = (PARTIAL,) * routing.has_partial(stage)
-        partial_out = (PARTIAL,) * (stage < last and routing.has_partial(stage + 1))
-        kept = routing.kept(stage)
-        own_stages = routing.stages_of(routing.rank_of(stage))
-        return _Plan(
-            received=received + partial_in,
-            held=routing.held(stage),
-            sent=routing.sent(stage) + partial_out,
-            new_units=produced + partial_out,
-            kept_received=tuple(source for source in kept if source in received),
-            kept_produced=tuple(source for source in kept if source in produced),
-            released=routing.released(stage),
-            deposits={source: len(routing.readers(stage, source)) for source in kept},
-            sources_in=routing.num_sources(stage),
-            sources_out=routing.num_sources(stage + 1),
-            partial_out=bool(partial_out),
-            previous_is_local=stage > 0 and routing.is_local(stage - 1),
-            next_is_local=stage < last and routing.is_local(stage),
-            is_first_on_rank=stage == own_stages[0],
-            is_last_on_rank=stage == own_stages[-1],
-        )
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        return self.received + self.held
-
-    @property
-    def is_alone_on_rank(self) -> bool:
-        return self.is_first_on_rank and self.is_last_on_rank
 
 
 @dataclass

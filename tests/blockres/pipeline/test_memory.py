@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.live import LiveStorages, memory_of, of_size
 from blockres.pipeline import BlockCache
 from tests.support.distributed import Check, run_checks
-from bench.live import LiveStorages, memory_of, of_size
 from tests.support.pipeline import Case, Pipeline, build
 
 LOOP = Case("Interleaved1F1B", 2, (2, 3, 1, 2), 2, 4, shape=(2, 3, 7))  # no parameter has the size of a source

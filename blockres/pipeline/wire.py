@@ -17,24 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from blockres.functional import pack, unpack
+
 Shape = Sequence[int]
-
-
-def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """All elements of some tensors, in order, in one contiguous one-dimensional buffer of `dtype`."""
-    buffer = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
-    start = 0
-    for tensor in tensors:
-        buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
-        start += tensor.numel()
-    return buffer
-
-
-def unpack(buffer: Tensor, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Undo `pack`: tensors of the given shapes and dtypes, views of the buffer where no cast is needed."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    pieces = buffer.split(sizes)
-    return [piece.view(*shape).to(dtype) for piece, shape, dtype in zip(pieces, shapes, dtypes, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,11 @@ def over_sizes(rows: Sequence[Row], foot: str) -> Figure | None:
     for i, (size, found) in enumerate(sweeps.items()):
         for j, direction in enumerate(("forward", "backward")):
             panel = [row for row in found if row["dtype"] == dtype and row["direction"] == direction]
+            if not panel:
+                axes[j][i].set_visible(False)
+                continue
             _lines(axes[j][i], panel, size)
-            fixed = {other: panel[0][other] for other in SIZES if other != size} if panel else {}
+            fixed = {other: panel[0][other] for other in SIZES if other != size}
             where = ", ".join(f"{SIZES[other][-1]} = {value}" for other, value in fixed.items())
             axes[j][i].set_title(f"{direction}, {where}")
             axes[j][i].set_xlabel(SIZES[size])
@@ -105,12 +108,9 @@ def _lines(axes: Axes, rows: Sequence[Row], size: str) -> None:
         axes.plot(x, y, "o-", color=color(name), label=name, linewidth=width, markersize=4)
         low = [row["q1"] * 1e3 for row in own]
         axes.fill_between(x, low, [row["q3"] * 1e3 for row in own], color=color(name), alpha=0.15, linewidth=0)
-    floor = sorted(
-        {(row[size], row["bytes"] / row["copy_gb_per_s"] / 1e6) for row in rows if row["implementation"] == "blockres"}
-    )
-    axes.plot(
-        *zip(*floor, strict=True), "--", color="#999999", linewidth=1, label="copy of the same bytes"
-    ) if floor else None
+    copies = {row[size]: row["bytes"] / row["copy_gb_per_s"] / 1e6 for row in rows}
+    at = sorted(copies)
+    axes.plot(at, [copies[x] for x in at], "--", color="#999999", linewidth=1, label="copy of the same bytes")
     _logarithmic(axes, sorted({row[size] for row in rows}))
 
 
@@ -260,7 +260,6 @@ def pipeline(rows: Sequence[Row], foot: str) -> Figure | None:
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panel.set_title(model)
         panel.set_xlabel("pipeline ranks P")
-        panel.set_ylim(0, 1.05)
     axes[0][0].set_ylabel("T(1) / (P · T(P))")
     axes[0][0].legend(frameon=False, loc="lower left")
     return fig
@@ -272,12 +271,12 @@ def learning(rows: Sequence[Row], foot: str) -> Figure | None:
         return None
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     shades = plt.get_cmap("viridis")([i / max(1, len(variants) - 1) * 0.9 for i in range(len(variants))])
-    title = "Learning at equal steps and equal parameters, three seeds"
+    title = f"Learning at equal steps, batches and sublayers; {len({row['seed'] for row in rows})} seeds"
     fig, axes = figure(1, 3, (11, 3.6), title, foot, width_ratios=(1.6, 1, 1))
     for i, variant in enumerate(variants):
         own = [row for row in rows if row["variant"] == variant]
-        steps = own[0]["steps"]
-        losses = list(zip(*(row["validation"] for row in own), strict=True))
+        steps = own[0]["steps"][1:]  # before the first step all are alike, and far off
+        losses = list(zip(*(row["validation"][1:] for row in own), strict=True))
         means = [sum(values) / len(values) for values in losses]
         shade = "#8d99ae" if variant == "standard" else shades[i]
         axes[0][0].plot(steps, means, color=shade, label=variant)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 GPU_COPY_BYTES = 2**30  # small copies do not reach the bandwidth that kernels are held against
+BATCH_BYTES = 2**34  # runs of one batch hold their results and what they saved at the same time
 GPU_CLOCK_HZ = 2e9  # what a cycle of torch.cuda._sleep is about, on the generous side
 ROUNDS = (5, 200)
 
@@ -101,10 +102,8 @@ def _measure_cuda(make: Callable[[int], Work], nbytes: int, seconds: float) -> T
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     sets = max(1, min(32, math.ceil(2 * cache / nbytes)))
     works = [make(seed) for seed in range(sets)]
-    batch = works * max(1, 4 // sets)
-    source = torch.ones(GPU_COPY_BYTES // 8, device="cuda")
-    target = torch.empty_like(source)
-    copy = [Work(lambda _: target.copy_(source))]
+    batch = works * max(1, min(4, BATCH_BYTES // nbytes) // sets)
+    copy = [_large_copy()]
     for warm_up in (*batch, *copy):
         warm_up.run(warm_up.prepare())
     queueing = {name: _queueing_seconds(queued) for name, queued in (("runs", batch), ("copies", copy))}
@@ -114,7 +113,13 @@ def _measure_cuda(make: Callable[[int], Work], nbytes: int, seconds: float) -> T
     while len(runs) < ROUNDS[0] or (len(runs) < ROUNDS[1] and time.perf_counter() < stop):
         runs.append(_device_time(batch, queueing["runs"]))
         copies.append(_device_time(copy, queueing["copies"]))
-    return Timing(runs, copies, 8 * source.numel(), {"sets": sets, "batch": len(batch)})
+    return Timing(runs, copies, GPU_COPY_BYTES, {"sets": sets, "batch": len(batch)})
+
+
+def _large_copy() -> Work:
+    source = torch.ones(GPU_COPY_BYTES // 8, device="cuda")
+    target = torch.empty_like(source)
+    return Work(lambda _: target.copy_(source))
 
 
 def _queueing_seconds(batch: Sequence[Work]) -> float:

@@ -1,11 +1,13 @@
 """Figures that are handed on: samples, tables, the report, the comparison with a stored run, the GPU script's exit."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import compare, cpu, device, environment, report
+from bench import timing as timing_module
 from bench.tables import markdown, number
 from bench.timing import Timing, Work, measure, spread
 
@@ -17,6 +19,43 @@ def test_a_time_is_taken_in_turn_with_a_copy():
     assert order == ["prepare", ("run", "ready")] * 6, "one to warm up, five that count"
     assert len(timing.seconds) == len(timing.copies) == 5
     assert timing.copy_bytes == 4096
+
+
+class Clock:
+    """A GPU that does what it is told at once and needs a millisecond for each run."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clock.now
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+@pytest.mark.parametrize(("nbytes", "sets", "batch"), [(2**20, 32, 32), (2**27, 1, 4), (2**35, 1, 1)])
+def test_on_a_gpu_small_work_takes_turns_among_sets_and_large_work_comes_alone(monkeypatch, nbytes, sets, batch):
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    for name in ("synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(L2_cache_size=2**25)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def work(seed):
+        used.add(seed)
+        return Work(lambda state: setattr(Clock, "now", Clock.now + 1e-3))
+
+    used = set()
+    monkeypatch.setattr(timing_module, "_large_copy", lambda: work("copy"))
+    timing = measure(work, nbytes, "cuda", 0.0)
+    assert timing.median == pytest.approx(1e-3)
+    assert timing.copy_bandwidth == pytest.approx(2**30 / 1e-3)
+    assert used == {*range(sets), "copy"}
+    assert timing.extra == {"sets": sets, "batch": batch}
 
 
 def test_figures_follow_from_the_samples():

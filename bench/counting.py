@@ -87,9 +87,10 @@ class Ledger(KernelMode):
             parts[entry.phase, entry.name] += entry.bytes["rows"] / (self.tokens * self.dim * dtype.itemsize)
         return dict(parts.most_common())
 
-    def launches(self, phase: str | None = None) -> int:
-        """Triton launches, and operations of PyTorch that touch memory."""
-        return sum(phase in (None, entry.phase) for entry in self.entries)
+    def launches(self, phase: str) -> tuple[int, int]:
+        """Launches of kernels, and operations of PyTorch that touch memory, most of which are a launch each."""
+        kernels = [entry.is_kernel for entry in self.entries if entry.phase == phase]
+        return sum(kernels), len(kernels) - sum(kernels)
 
     def kept(self, dtype: torch.dtype) -> float:
         """Row sets allocated inside and still alive, whoever holds them: tensors of the class rows only."""

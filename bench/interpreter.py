@@ -187,7 +187,9 @@ class Launch:
     touched: dict[str, dict[str, list[np.ndarray]]] = field(default_factory=dict)
 
     def record(self, kind: str, addresses: np.ndarray, mask: np.ndarray | None, size: int) -> None:
-        addresses = np.ravel(addresses if mask is None else addresses[np.broadcast_to(mask, addresses.shape).astype(bool)])
+        addresses = np.ravel(
+            addresses if mask is None else addresses[np.broadcast_to(mask, addresses.shape).astype(bool)]
+        )
         setattr(self.moved, kind, getattr(self.moved, kind) + addresses.size * size)
         if not addresses.size:
             return

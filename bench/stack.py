@@ -49,13 +49,15 @@ class Count:
     def per_sublayer(self, phase: str | None = None, kind: str = "rows") -> float:
         return self.ledger.units(kind, DTYPE, phase) / self.shape.sublayers
 
-    def launches(self, phase: str) -> float:
-        return self.ledger.launches(phase) / self.shape.sublayers
+    def launches(self, phase: str) -> tuple[float, float]:
+        """Per sublayer: kernels, and operations of PyTorch."""
+        kernels, operations = self.ledger.launches(phase)
+        return kernels / self.shape.sublayers, operations / self.shape.sublayers
 
     def row(self, stack: str) -> dict[str, str | float]:
         """As JSON holds it."""
         phases = {phase: self.per_sublayer(phase) for phase in ("forward", "backward")}
-        launches = {f"launches {phase}": self.launches(phase) for phase in phases}
+        launches = {f"kernels {phase}": self.launches(phase)[0] for phase in phases}
         total = self.per_sublayer()
         return {"implementation": self.name, "stack": stack, **phases, "total": total, "kept": self.kept} | launches
 
@@ -137,13 +139,25 @@ def _error(
 
 
 def table(counts: list[Count]) -> str:
-    header = ("", "forward", "backward", "d / sublayer", "kept", "launches fwd", "bwd", "statistics", "error")
+    header = (
+        "",
+        "forward",
+        "backward",
+        "d / sublayer",
+        "kept",
+        "kernels fwd",
+        "bwd",
+        "PyTorch ops",
+        "statistics",
+        "error",
+    )
     rows = [
         (
             c.name,
             *(number(c.per_sublayer(phase)) for phase in ("forward", "backward", None)),
             number(c.kept),
-            *(number(c.launches(phase)) for phase in ("forward", "backward")),
+            *(number(c.launches(phase)[0]) for phase in ("forward", "backward")),
+            number(sum(c.launches(phase)[1] for phase in ("forward", "backward"))),
             number(c.per_sublayer(kind="statistics") * c.shape.dim, 2),
             f"{c.error:.0e}",
         )

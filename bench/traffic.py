@@ -3,8 +3,8 @@
     python -m bench.traffic                                    # all that is installed; no GPU needed
     python -m bench.traffic --operation attn_res+norm --shape 9x0x1024 --implementation blockres
 
-Row sets read and written, forward and backward, beside the floor of the operation, with the launches (PyTorch
-operations that touch memory included), the floats of statistics per token, and the row sets that are kept for backward
+Row sets read and written, forward and backward, beside the floor of the operation, with the launches of
+kernels and the PyTorch operations that touch memory, the floats of statistics per token, and the row sets that are kept for backward
 besides the inputs. The number of tokens does not change a count by the token; the interpreter gets a few (the shape's
 own number is not used). `python -m bench.stack` counts a whole training stack in the same way.
 """
@@ -85,7 +85,7 @@ def count_call(implementation: Implementation, operation: Operation, shape: Shap
 
 
 def table(calls: Sequence[Call], dtype: torch.dtype) -> str:
-    header = ("", "forward", "floor", "backward", "floor", "kept", "launches", "statistics", "error")
+    header = ("", "forward", "floor", "backward", "floor", "kept", "kernels", "PyTorch ops", "statistics", "error")
     rows = []
     for call in calls:
         floor = call.operation.floor(call.shape)
@@ -95,7 +95,7 @@ def table(calls: Sequence[Call], dtype: torch.dtype) -> str:
                 f"{call.operation.name} {call.implementation}",
                 *(x for d in directions for x in (number(call.rows(d, dtype)), str(floor[d]))),
                 number(call.kept),
-                " + ".join(str(call.ledger.launches(d)) for d in directions),
+                *(" + ".join(str(call.ledger.launches(d)[i]) for d in directions) for i in (0, 1)),
                 " + ".join(number(call.statistics_per_token(d, dtype), 2) for d in directions),
                 f"{call.error:.0e}",
             )

@@ -113,7 +113,7 @@ def test_a_kernel_is_counted_by_what_its_lanes_move_and_nothing_around_it(ledger
         _double[(TOKENS,)](source, target, DIM=DIM)
     torch.testing.assert_close(target, 2 * source)
     assert ledger.parts(torch.float32) == {("forward", "_double"): 2}
-    assert ledger.launches() == 1
+    assert ledger.launches("forward") == (1, 0)
 
 
 def test_the_number_of_tokens_is_a_prime_that_no_other_size_is_a_multiple_of():

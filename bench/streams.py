@@ -211,14 +211,8 @@ class BlockresStream:
     def __init__(self, parameters: Parameters, embedding: Tensor, per_block: int, recompute: bool) -> None:
         from blockres import BlockAttnRes
 
-        residual = BlockAttnRes(
-            embedding.shape[-1],
-            len(parameters.norms),
-            per_block,
-            eps=EPS,
-            device="meta",
-            **({"recompute": True} if recompute else {}),
-        )
+        dim, sublayers = embedding.shape[-1], len(parameters.norms)
+        residual = BlockAttnRes(dim, sublayers, per_block, eps=EPS, device="meta", recompute=recompute)
         for index, aggregation in residual.aggregations.items():
             aggregation.query = parameters.queries[int(index)]
             aggregation.key_weight = parameters.key_weights[int(index)]

@@ -3,8 +3,8 @@
     python -m bench.traffic                                    # all that is installed; no GPU needed
     python -m bench.traffic --operation attn_res+norm --shape 9x0x1024 --implementation blockres
 
-Row sets read and written, forward and backward, beside the floor of the operation, with the launches of
-kernels and the PyTorch operations that touch memory, the floats of statistics per token, and the row sets that are kept for backward
+Row sets read and written, forward and backward, beside the floor of the operation; the launches of kernels and the
+PyTorch operations that touch memory; the floats of statistics per token; and the row sets that are kept for backward
 besides the inputs. The number of tokens does not change a count by the token; the interpreter gets a few (the shape's
 own number is not used). `python -m bench.stack` counts a whole training stack in the same way.
 """

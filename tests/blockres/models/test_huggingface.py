@@ -184,9 +184,9 @@ def test_removing_gives_the_model_back_and_touches_nothing_else(family):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", [*MAIN, "mistral", "gemma2"])
+@pytest.mark.parametrize("family", [*MAIN, "mistral", "olmo2"])
 def test_generation_with_the_cache_equals_recomputing(family, device):
-    model = changed(family, device=device)
+    model = changed(family, device=device).double()  # in float32 two tokens may come close enough to change places
     ids, mask = tokens(2, 9, device), torch.ones(2, 9, dtype=torch.long, device=device)
     mask[0, :4] = 0
     settings = {
@@ -201,24 +201,24 @@ def test_generation_with_the_cache_equals_recomputing(family, device):
     again = model.generate(ids, use_cache=False, **settings)
     assert torch.equal(cached.sequences, again.sequences)
     for step, (one, other) in enumerate(zip(cached.logits, again.logits, strict=True)):
-        assert relative_error(one, other) <= 1e-5, f"at step {step}"
+        assert relative_error(one, other) <= 1e-6, f"at step {step}"
 
 
 @pytest.mark.parametrize("family", MAIN)
 def test_decoding_given_tokens_step_by_step(family):
     """A prompt in two pieces, then token by token, against all tokens at once."""
-    model = changed(family)
+    model = changed(family).double()
     ids = tokens(2, 12)
     keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache, logits = transformers.DynamicCache(config=model.config), []
     with torch.no_grad():
         for piece in ids.split([5, 3, 1, 1, 1, 1], dim=1):
             logits.append(model(piece, use_cache=True, **{keyword: cache}).logits)
-        assert relative_error(torch.cat(logits, 1), model(ids).logits) <= 2e-6
+        assert relative_error(torch.cat(logits, 1), model(ids).logits) <= 1e-6
 
 
 def test_generation_with_a_static_cache():
-    model = changed("llama")
+    model = changed("llama").double()
     ids = tokens(2, 9)
     settings = {"max_new_tokens": 6, "do_sample": False}
     static = model.generate(ids, cache_implementation="static", disable_compile=True, **settings)

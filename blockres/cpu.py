@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 # Elements of all tensors of a chunk together, per thread: 2 MiB in float32, the L2 cache of a current server core or
-# its share of the L3. A chunk is also at most a thirty-second of the tensors, so that its buffers add a few percent to
+# its share of the L3. A chunk is also at most a fortieth of the tensors, so that its buffers add a few percent to
 # them; below a quarter of a million elements that is not worth the calls it takes.
 _ELEMENTS_PER_THREAD = 2**19
 _MIN_ELEMENTS = 2**18
-_CHUNKS = 32
+_CHUNKS = 40
 # Terms that BLAS adds up one after the other in a product of two rows, whose error grows with their number.
 _STRETCH = 1024
 
@@ -283,7 +283,7 @@ def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """What was packed, in shapes and dtypes of one's own; views of the buffer where no cast is needed."""
     parts = buffer.split([math.prod(shape) for shape in shapes])
-    return [part.view(*shape).to(dtype) for part, shape, dtype in zip(parts, shapes, dtypes, strict=True)]
+    return [part.view(tuple(shape)).to(dtype) for part, shape, dtype in zip(parts, shapes, dtypes, strict=True)]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -61,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name}: {implementation.reason}")
             continue
         for shape in map(Shape.parse, options.shape or SHAPES):
-            rows = [(u.kernel, u.warps, u.registers, u.spilled, u.shared, u.narrow) for u in usages(implementation, shape, options.target)]
+            rows = [
+                (f"{u.operation} {u.kernel}", u.warps, u.registers, u.spilled, u.shared, u.narrow)
+                for u in usages(implementation, shape, options.target)
+            ]
             print(markdown((f"{name}, D = {shape.dim}", *HEADER), list(dict.fromkeys(rows))) + "\n", flush=True)
 
 

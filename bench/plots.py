@@ -265,6 +265,32 @@ def pipeline(rows: Sequence[Row], foot: str) -> Figure | None:
     return fig
 
 
+def pipeline_measured(rows: Sequence[Row], foot: str) -> Figure | None:
+    """What real runs over gloo gave, with the first of the wire's dtypes."""
+    measured = [row for row in rows if row["part"] == "measured"]
+    if not measured:
+        return None
+    wire = measured[0]["wire"]
+    measured = [row for row in measured if row["wire"] == wire]
+    labels = list(dict.fromkeys((row["pp_size"], row["virtual"]) for row in measured))
+    panels = {
+        "tokens/s": "tokens per second",
+        "KiB per hop": "KiB per hop",
+        "busy": "share of the step spent computing",
+    }
+    fig, axes = figure(1, len(panels), (11, 3.2), f"Pipelined training on one machine, measured, {wire} wire", foot)
+    for panel, (key, title) in zip(axes[0], panels.items(), strict=True):
+        for i, (variant, shade) in enumerate(PIPELINE_COLORS.items()):
+            own = {(row["pp_size"], row["virtual"]): row[key] for row in measured if row["variant"] == variant}
+            at = [j + 0.27 * (i - 1) for j, label in enumerate(labels) if label in own]
+            panel.bar(at, [own[label] for label in labels if label in own], 0.25, color=shade, label=variant)
+        panel.set_xticks(range(len(labels)), [f"P {p}\nV {v}" for p, v in labels])
+        panel.set_title(title)
+        panel.grid(axis="x", visible=False)
+    _legend(fig, axes[0][0])
+    return fig
+
+
 def learning(rows: Sequence[Row], foot: str) -> Figure | None:
     """Validation loss over steps, the mean of the seeds and their range; the last loss of each; tokens per second."""
     if not rows:

@@ -12,6 +12,7 @@ accumulation.
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,7 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
         say(f"\n{sublayers} sublayers, {per_block} per block, bfloat16, counted at {tokens} tokens of {options.dim}\n")
         counts = []
         for name in names() if wanted == ["all"] else wanted:
+            print(f"counting {name}", file=sys.stderr, flush=True)
             counts.append(count(name, shape))
             if options.parts:
                 say(parts(counts[-1]) + "\n")

@@ -11,6 +11,7 @@ own number is not used). `python -m bench.stack` counts a whole training stack i
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,7 @@ def _calls(names: Sequence[str], operations: Sequence[str], shape: Shape, dtype:
             if dtype not in implementation.dtypes:
                 print(f"{implementation.name}: {implementation.unsupported(implementation.devices[0], dtype)}")
                 continue
+            print(f"counting {operation} {implementation.name}", file=sys.stderr, flush=True)
             yield count_call(implementation, OPERATIONS[operation], shape, dtype)
 
 

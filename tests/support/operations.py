@@ -75,7 +75,7 @@ def make_call(
     def parameter(*size: int, around: float = 0.0, spread: float = 1.0) -> Tensor:
         return (around + spread * torch.randn(*size)).to(device, parameter_dtype).requires_grad_()
 
-    rows = [x.requires_grad_() for x in correlated_sources(max(sources, 3), shape, common, dtype, device)]
+    rows = [x.requires_grad_() for x in correlated_sources(max(sources, 2), shape, common, dtype, device)]
     size = (queries, width) if name == "attn_res_inter" else (width,)
     query = parameter(*size, spread=1.5 / width**0.5)
     weight = parameter(*size, around=1.0, spread=0.2) if key_weight else None
@@ -84,7 +84,7 @@ def make_call(
         named |= {"norm_weight": parameter(width, around=1.0, spread=0.2), "norm_eps": 1e-3}
     if name == "attn_res_merge":
         lse = torch.randn(shape[:-1], dtype=torch.promote_types(dtype, torch.float32)).to(device).requires_grad_()
-        named["update"] = rows[2] if update else None
+        named["update"] = torch.randn(shape).to(device, dtype).requires_grad_() if update else None
         return Call(name, (rows[0], lse, rows[1], query, weight), named)
     return Call(name, (rows[:sources], query, weight), named)
 

@@ -3,6 +3,14 @@
 Every choice is a function of sizes and dtypes alone, so it is made, and tested, without a GPU.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .sources import Tile, tile_of
+
 BUCKETS = (1, 2, 3, 5, 9, 16, 32)
 """Numbers of sources that a kernel is compiled for: the embedding and 0, 1, 2, 4 or 8 blocks, then powers of two.
 
@@ -14,3 +22,250 @@ MAX_SOURCES = BUCKETS[-1]
 def bucket(sources: int) -> int:
     """The smallest bucket that holds this many sources (at most `MAX_SOURCES`)."""
     return next(size for size in BUCKETS if size >= sources)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side at least; few where they are interpreted, one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def groups(sources: int) -> list[tuple[int, int]]:
+    """The sources of each launch, as (start, stop)."""
+    return [(start, min(start + MAX_SOURCES, sources)) for start in range(0, sources, MAX_SOURCES)]
+
+
+def lanes() -> int:
+    """Threads of a warp."""
+    return 64 if torch.version.hip else 32
+
+
+def persistent(tokens: int, resident: int, device: torch.device) -> int:
+    return min(tokens, multiprocessors(device) * resident)
+
+
+# --- one aggregation -------------------------------------------------------------------------------------------------
+#
+# 256 threads at 255 registers fill a multiprocessor, so `256 // threads` programs of any kernel run on one. Few threads
+# with many elements each leave fewer lanes idle at the end of a row and make sums over D cheaper; what bounds them are
+# registers, counted here in numbers a thread holds for each of its elements. Enough rows are loaded ahead to keep
+# 48 KB on their way to a multiprocessor, which hides the latency of its share of 4 TB/s.
+
+_REGISTERS = 250
+_IN_FLIGHT = 48 * 1024
+
+
+@dataclass(frozen=True)
+class Forward:
+    """`ahead`: rows loaded before they are needed. `holds_key`: `q * w` stays in registers; else it is read per row."""
+
+    tile: Tile
+    warps: int
+    ahead: int
+    holds_key: bool
+    resident: int
+
+
+@dataclass(frozen=True)
+class Backward:
+    """`held`: rows stay in registers between their two uses. `ahead`: rows loaded early, in either pass over them."""
+
+    tile: Tile
+    warps: int
+    held: bool
+    ahead: tuple[int, int]
+    slices: int
+    resident: int
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A row, or `columns` of it, dealt out to threads that load 16 bytes at a time."""
+
+    dim: int
+    columns: int
+    itemsize: int
+    threads: int
+
+    @property
+    def tile(self) -> Tile:
+        width = self.threads * 16 // self.itemsize
+        return Tile(self.dim, width, tuple(range(-(-self.columns // width))))
+
+    @property
+    def stored(self) -> float:
+        """Registers that a thread needs for a row in the storage dtype."""
+        return len(self.tile.chunks) * 4
+
+    @property
+    def computed(self) -> float:
+        """Registers that a thread needs for a row in the compute dtype."""
+        return self.stored * max(4 // self.itemsize, 1)
+
+    def ahead(self, computed_rows: int, stored_rows: int, most: int, overhead: int = 40) -> int:
+        """Rows that can be loaded ahead where this many others are held; negative where even those do not fit."""
+        free = _REGISTERS - overhead - computed_rows * self.computed - stored_rows * self.stored
+        useful = -(-_IN_FLIGHT // (256 // self.threads * self.columns * self.itemsize))
+        return min(int(free // self.stored), most, useful)
+
+
+def _cuts(dim: int, columns: int, itemsize: int, lanes: int) -> list[_Cut]:
+    return [_Cut(dim, columns, itemsize, threads) for threads in (32, 64, 128, 256) if threads >= lanes]
+
+
+def attn_res_forward(dim: int, itemsize: int, lanes: int) -> Forward:
+    """The mixture, `q * w` and the row at work are held in the compute dtype, the rows ahead as they are stored."""
+    cuts = _cuts(dim, dim, itemsize, lanes)
+    for cut in cuts:
+        ahead = cut.ahead(3, 0, 6, overhead=26)
+        if ahead >= 2:
+            return Forward(cut.tile, cut.threads // lanes, ahead, True, 256 // cut.threads)
+    return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(2, 0, 2), 0), False, 1)
+
+
+def attn_res_backward(dim: int, itemsize: int, slots: int, norm: bool, lanes: int) -> Backward:
+    """The second pass holds `q * w`, the sums, h, g and v - h (five or six rows); the first does without the last two.
+
+    Code for held rows is repeated for each source, so there are at most 16 of them.
+    """
+    cuts = _cuts(dim, dim, itemsize, lanes)
+    for cut in cuts:
+        if slots <= 16 and cut.ahead(5 + norm, slots, 1, overhead=40 + slots) >= 0:
+            return Backward(cut.tile, cut.threads // lanes, True, (0, 0), 1, 256 // cut.threads)
+    slices = 0
+    while True:
+        slices += 1
+        for cut in _cuts(dim, -(-dim // slices), itemsize, lanes):
+            ahead = cut.ahead(3 + norm, 1, 6), cut.ahead(5 + norm, 0, 2)
+            if (ahead[0] >= 2 and ahead[1] >= 1) or (cut.threads == 256 and min(ahead) >= 0):
+                columns = cut.tile.width * len(cut.tile.chunks)
+                return Backward(cut.tile, cut.threads // lanes, False, ahead, -(-dim // columns), 256 // cut.threads)
+
+
+# --- phase 2 ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MergeForward:
+    tile: Tile
+    warps: int
+
+
+@dataclass(frozen=True)
+class MergeBackward:
+    """`slices` programs share a token; each sums over the others' columns in tiles of `piece`, and holds `tile`."""
+
+    tile: Tile
+    piece: Tile
+    slices: int
+    warps: int
+    resident: int
+
+
+def attn_res_merge_forward(dim: int) -> MergeForward:
+    """One row in one tile. 512 elements a warp are 16 bytes a lane in bf16, with 64 lanes too."""
+    block = triton.next_power_of_2(dim)
+    return MergeForward(tile_of(dim, block), min(max(block // 512, 1), 8 if block <= 8192 else 16))
+
+
+def attn_res_merge_backward(dim: int, itemsize: int, norm: bool) -> MergeBackward:
+    """Output, partial, gradient and the sums for two parameters: five rows in registers, 255 of them a thread at D = 8192.
+
+    `itemsize` is that of the widest row. Rows of 4 bytes cannot wait for use as pairs in one register: with the norm, whose
+    sums need a row more, they fit up to 7168. 8 bytes (float64) need twice the registers, so half the columns.
+    """
+    fits = 8192 if itemsize == 2 or not norm else 7168
+    columns = triton.next_power_of_2(dim) if dim * max(itemsize, 4) <= fits * 4 else 4096 * 4 // max(itemsize, 4)
+    warps = min(max(columns // 512, 1), 8)
+    resident = 1 if columns > 4096 else max(16 // warps, 1)
+    piece = tile_of(dim, min(columns, 2048))
+    return MergeBackward(
+        Tile(dim, columns, (0,)), piece._replace(chunks=(0,)), triton.cdiv(dim, columns), warps, resident
+    )
+
+
+def persistent_programs(tokens: int, resident: int, device: torch.device) -> int:
+    """Programs that stride over the tokens: as many as run at a time, but no row of sums for less than 16 tokens."""
+    processors = multiprocessors(device)
+    return min(tokens, max(processors, min(processors * resident, tokens // 16)))
+
+
+# --- phase 1 ---------------------------------------------------------------------------------------------------------
+
+
+class Panel(NamedTuple):
+    """Tiles [queries, columns] and [sources, columns] of a kernel; a lane loads `vector` elements at a time."""
+
+    dim: int
+    queries: int
+    sources: int
+    columns: int
+    vector: int
+
+
+@dataclass(frozen=True)
+class InterForward:
+    """`held`: each row is read once, into `tile`, `group` queries at a time; else all is read twice, by `panel`."""
+
+    held: bool
+    tile: Tile
+    group: int
+    panel: Panel
+    warps: int
+    resident: int
+
+
+@dataclass(frozen=True)
+class InterBackward:
+    """`whole`: one launch and one read; else a launch for the pair products before one for slices of D."""
+
+    whole: bool
+    panel: Panel
+    warps: int
+    resident: int
+
+
+def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int) -> InterForward:
+    """Up to 160 registers of a thread hold sources: 5 rows of D = 7168, 9 of 4096. A row takes 4 bytes an element there.
+
+    Compilers widen rows of 2 bytes ahead of the loop over queries and keep them so. With fewer warps the sums over D,
+    one for each query and source, cost less beside the products; with more of them there is more room.
+    """
+    words = sources * dim * max(itemsize, 4) // 4
+    warps = next((w for w in (1, 2, 4) if words <= w * 32 * 96), 8)
+    held = words <= warps * 32 * 160
+    tile = tile_of(dim, min(warps * 64 * 16 // itemsize, triton.next_power_of_2(max(dim, 16))))
+    panel = _narrow_panel(dim, itemsize, queries, sources)
+    return InterForward(held, tile, min(queries, 2), panel, warps if held else 1, 8)
+
+
+def attn_res_inter_backward(dim: int, itemsize: int, queries: int, sources: int) -> InterBackward:
+    """Gradients, sources and sums of 8192 elements each fit into 8 warps, 32 elements a thread: 160 registers.
+
+    Narrower tiles are for one warp, 1024 elements each at most, in rows of 128 bytes where there are up to 16 of them.
+    """
+    rows, columns = triton.next_power_of_2(max(queries, sources)), triton.next_power_of_2(max(dim, 16))
+    if rows * columns * max(itemsize, 4) <= 8192 * 4:
+        panel = Panel(
+            dim,
+            triton.next_power_of_2(queries),
+            triton.next_power_of_2(sources),
+            columns,
+            16 // itemsize,
+        )
+        warps = max(rows * columns * max(itemsize, 4) // 4 // 1024, 1)
+        return InterBackward(True, panel, warps, max(8 // warps, 1))
+    return InterBackward(False, _narrow_panel(dim, itemsize, queries, sources), 1, 8)
+
+
+def _narrow_panel(dim: int, itemsize: int, queries: int, sources: int) -> Panel:
+    """Tiles for one warp. Half the rows at least are kept, so that 64 lanes too find 16 bytes each."""
+    rows = max(triton.next_power_of_2(max(queries, sources)), 16)
+    columns = 2048 // itemsize // rows
+    least = rows // 2
+    return Panel(
+        dim,
+        max(triton.next_power_of_2(queries), least),
+        max(triton.next_power_of_2(sources), least),
+        columns,
+        min(16 // itemsize, columns),
+    )

@@ -14,9 +14,8 @@ In a launcher `kernel[grid](rows_of(sources).argument(bucket), ...)`, in the ker
 Nothing here makes a kernel compile again:
 
 - the tuples are padded to a bucket of the number of sources (`launch.bucket`); the number itself is an argument;
-- Triton specialises the integers inside a tuple on their value (1), on their divisibility (by 16) and on their width
-  (32 or 64 bits), and `do_not_specialize` does not reach into a tuple. Strides are therefore passed as
-  `16 * (stride + 2**40)`, for which all three are constant;
+- Triton specialises integers inside a tuple on being 1 and on being multiples of 16, and `do_not_specialize` does not
+  reach into a tuple. `inner`, which follows the number of tokens, is passed as `16 * inner`, for which both are fixed;
 - what the kernel needs to know of alignment, and no more, is one constant: the largest power of two up to 16 bytes
   that divides every row's address.
 
@@ -35,18 +34,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-STRIDE_BIAS = tl.constexpr(1 << 40)
 MAX_ROWS = 2**31 - 2**24  # a token's index is an int32, and a loop over tokens may step past the last one
 
 
 class RowsArgument(NamedTuple):
-    """`Rows` as a kernel takes them: integers encoded, `alignment` in bytes a constant."""
+    """`Rows` as a kernel takes them. Constants: `alignment` in bytes; `flat`, whether one stride reaches all rows."""
 
     pointers: tuple[Tensor, ...]
-    inner: int
+    inner_times_16: int
     outer_strides: tuple[int, ...]
     row_strides: tuple[int, ...]
     alignment: tl.constexpr
+    flat: tl.constexpr
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,11 @@ class Rows:
         """What is passed to a kernel that is compiled for `bucket` tensors."""
         return RowsArgument(
             padded(self.tensors, bucket),
-            _encoded(self.inner),
-            tuple(map(_encoded, padded(self.outer_strides, bucket))),
-            tuple(map(_encoded, padded(self.row_strides, bucket))),
+            16 * self.inner,
+            padded(self.outer_strides, bucket),
+            padded(self.row_strides, bucket),
             tl.constexpr(self.alignment),
+            tl.constexpr(self.inner >= self.count),
         )
 
     def group(self, start: int, stop: int) -> "Rows":
@@ -149,6 +149,11 @@ def constants(values: _Constants) -> _Constants:
     return type(values)(*wrapped)
 
 
+def indices(count: int) -> tuple[tl.constexpr, ...]:
+    """0, 1, ... count - 1 as a kernel takes them: to repeat code, `for j in tl.static_range(len(indices))`, or to map."""
+    return tuple(tl.constexpr(j) for j in range(count))
+
+
 def padded(values: Sequence, bucket: int) -> tuple:
     """`values` repeated from its first element up to `bucket` elements; a kernel never touches the added ones."""
     return (*values, *(values[0],) * (bucket - len(values)))
@@ -177,43 +182,64 @@ def _one_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     return kept[-1][1] if kept else 0
 
 
-def _encoded(number: int) -> int:
-    return 16 * (number + STRIDE_BIAS.value)
-
-
-@triton.jit
-def _decoded(number):
-    return (number >> 4) - STRIDE_BIAS
-
-
 @triton.jit
 def locate(rows, token):
     """Where to look for a token's row: the index before the cut and the one after it, int64."""
-    inner = _decoded(rows.inner).to(tl.int32)
-    return (token // inner).to(tl.int64), (token % inner).to(tl.int64)
+    if rows.flat:
+        return tl.cast(0, tl.int64), tl.cast(token, tl.int64)
+    else:
+        inner = rows.inner_times_16 // 16
+        return tl.cast(token // inner, tl.int64), tl.cast(token % inner, tl.int64)
 
 
 @triton.jit
 def row_pointer(rows, j: tl.constexpr, place):
     """The address of the first element of source j's row at `place`."""
-    offset = place[0] * _decoded(rows.outer_strides[j]) + place[1] * _decoded(rows.row_strides[j])
+    offset = place[0] * rows.outer_strides[j] + place[1] * rows.row_strides[j]
     return tl.multiple_of(rows.pointers[j] + offset, rows.alignment)
 
 
 @triton.jit
-def load_row(pointer, tile, present=True):
-    """A row that starts at `pointer`; zero beyond its end, and everywhere unless `present`, where nothing is read."""
+def tabulate(rows, table, slots):
+    """Write pointers and strides to this program's table, [bucket, 3] int64, where a loop over the sources finds them.
+
+    Arguments can be picked by a constant only: a kernel without a table repeats its code for every source, is compiled
+    for so many seconds, and holds in registers what does not change from one token to the next.
+    """
+    for j in tl.static_range(len(slots)):
+        tl.store(table + 3 * j, rows.pointers[j].to(tl.int64))
+        tl.store(table + 3 * j + 1, tl.cast(rows.outer_strides[j], tl.int64))
+        tl.store(table + 3 * j + 2, tl.cast(rows.row_strides[j], tl.int64))
+    tl.debug_barrier()
+
+
+@triton.jit
+def tabulated_row_pointer(rows, table, j, place):
+    """As `row_pointer`, for a `j` that is known when the kernel runs."""
+    offset = place[1] * tl.load(table + 3 * j + 2)
+    if not rows.flat:
+        offset += place[0] * tl.load(table + 3 * j + 1)
+    return tl.multiple_of(tl.load(table + 3 * j).to(rows.pointers[0].dtype) + offset, rows.alignment)
+
+
+@triton.jit
+def load_row(pointer, tile, present=True, start=0):
+    """The row at `pointer` from element `start` on; zero, and unread, beyond its end and wherever not `present`."""
     lanes = tl.arange(0, tile.width)
     return [
-        tl.load(pointer + c * tile.width + lanes, mask=(lanes < tile.dim - c * tile.width) & present, other=0.0)
+        tl.load(
+            pointer + start + c * tile.width + lanes,
+            mask=(start + lanes < tile.dim - c * tile.width) & present,
+            other=0.0,
+        )
         for c in tile.chunks
     ]
 
 
 @triton.jit
-def store_row(pointer, row, tile, wanted=True):
-    """Round a row to the dtype of what `pointer` points at and store it, where `wanted`."""
+def store_row(pointer, row, tile, wanted=True, start=0):
+    """Round a row to the dtype of what `pointer` points at and store it, where `wanted`, from element `start` on."""
     lanes = tl.arange(0, tile.width)
     for c in tl.static_range(len(tile.chunks)):
-        mask = (lanes < tile.dim - c * tile.width) & wanted
-        tl.store(pointer + c * tile.width + lanes, row[c].to(pointer.dtype.element_ty), mask=mask)
+        mask = (start + lanes < tile.dim - c * tile.width) & wanted
+        tl.store(pointer + start + c * tile.width + lanes, row[c].to(pointer.dtype.element_ty), mask=mask)

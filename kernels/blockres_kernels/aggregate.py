@@ -1,0 +1,657 @@
+"""One aggregation, forward and backward. See `blockres.reference.attn_res` for the operation.
+
+Letters: N sources, T tokens, D hidden size; g the gradient of the mixed row h, u = grad_out * norm_weight.
+
+Forward, for a token:
+
+    r_j = 1 / sqrt(mean(v_j^2) + eps)        s_j = scale * r_j * <q * w, v_j>
+    a_j = exp(s_j - lse)                     h = sum_j a_j v_j
+    y   = h * rho * norm_weight,  rho = 1 / sqrt(mean(h^2) + norm_eps)      (or y = h)
+
+The softmax is online (a running maximum, sum and mixture), so each source's row is read once. s_j, r_j and lse are kept
+for the backward; h is not. Above `launch.MAX_SOURCES` sources, a launch starts from the mixture and the lse that the
+launch before it left.
+
+Backward, for a token. h is mixed again from the sources, and products with sources are taken relative to it, so that
+what the sources have in common costs no digits:
+
+    g     = grad_out,  or  rho u - h rho^3 <u, h> / D        where the output norm is fused
+    ds_j  = a_j (<g, v_j - h> + dlse) + dscore_j
+    dv_j  = a_j g + scale ds_j r_j q * w - v_j ds_j s_j r_j^2 / D
+    dqw   = scale sum_j ds_j r_j (v_j - h) + scale h sum_j (ds_j (r_j - r) + r (a_j dlse + dscore_j)),
+            r = sum_j a_j r_j
+
+The first is a_j (<g, v_j> - delta + dlse) + dscore_j with delta = <g, h> = sum_j a_j <g, v_j>. The last is
+scale sum_j ds_j r_j v_j, written so that it gets sum_j a_j <g, v_j - h> = 0 from algebra and not from rounding. One
+source gives v_j = h, hence ds_j = 0 and dqw = 0 exactly.
+
+Both grids are persistent: a program strides over tokens. It holds q * w, and in the backward its sums of dqw and of
+the norm weight's gradient, which it writes as one row at its end; `add_rows` adds the rows of all programs in a fixed
+order. Rows of sources are loaded ahead of their use. In the backward they are held from their first use to their second
+where `launch` finds room for them (and replaced, one by one, by those of the next token), and read again where it does
+not, by the same program and so from L2.
+
+Where D is wider than a program can hold, the backward is cut into slices of D. The sums over D (first <h, h> and
+<u, h>, then <g, v_j - h>) are then collected by launches of their own before the one that writes gradients. With more
+sources than one launch takes, h comes from the forward kernel.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .sources import (
+    Rows,
+    compute_dtype,
+    constants,
+    indices,
+    load_row,
+    locate,
+    on_device,
+    padded,
+    row_pointer,
+    rows_of,
+    rows_or_copy,
+    store_row,
+    tabulate,
+    tabulated_row_pointer,
+    triton_dtype,
+)
+
+
+class Formula(NamedTuple):
+    """The numbers in the formula, and the dtype in which it is computed: constants of a kernel."""
+
+    eps: float
+    scale: float
+    norm_eps: float
+    dtype: tl.dtype
+
+
+class Statistics(NamedTuple):
+    """What the forward keeps for the backward, in the compute dtype."""
+
+    lse: Tensor  # [T]
+    scores: Tensor  # [count, T]
+    rstd: Tensor  # [count, T]
+
+
+class Upstream(NamedTuple):
+    """The gradients of lse and of the scores that arrive, where any do."""
+
+    lse: Tensor | None  # [T]
+    scores: Tensor | None  # [count, T]
+
+
+class Mixture(NamedTuple):
+    """h and sum_j a_j r_j over all sources, where a launch sees only some."""
+
+    h: Tensor  # [T, D]
+    radius: Tensor  # [T]
+
+
+class Scratch(NamedTuple):
+    """Memory that backward launches leave to each other."""
+
+    tables: Tensor  # [programs, bucket, 4]
+    moments: Tensor | None  # [slices, T, 2], <h, h> and <u, h> within a slice
+    pairs: Tensor | None  # [slices, count, T], <g, v_j - h> within a slice
+    partial: Tensor  # [programs, 1 or 2, D]
+
+
+@triton.jit
+def _key_row(query, key_weight, tile, dtype, start=0):
+    """q * w"""
+    q = load_row(query, tile, start=start)
+    if key_weight is None:
+        return [q[c].to(dtype) for c in tile.chunks]
+    else:
+        w = load_row(key_weight, tile, start=start)
+        return [q[c].to(dtype) * w[c].to(dtype) for c in tile.chunks]
+
+
+@triton.jit
+def _zero_row(tile, dtype):
+    return [tl.zeros([tile.width], dtype) for c in tile.chunks]
+
+
+@triton.jit
+def _inner_product(x, y, tile, dtype):
+    products = tl.zeros([tile.width], dtype)
+    for c in tl.static_range(len(tile.chunks)):
+        products += x[c] * y[c]
+    return tl.sum(products, axis=0)
+
+
+@triton.jit
+def _square_and_product(x, y, tile, dtype):
+    """<x, x> and <x, y>, in one reduction."""
+    squares = tl.zeros([tile.width], dtype)
+    products = tl.zeros([tile.width], dtype)
+    for c in tl.static_range(len(tile.chunks)):
+        value = x[c].to(dtype)
+        squares += value * value
+        products += value * y[c]
+    return tl.split(tl.sum(tl.join(squares, products), axis=0))
+
+
+@triton.jit
+def _row_at(sources, reader, source, token, tile, start):
+    """The row of a source that is known when the kernel runs; unread for a token that does not exist."""
+    pointer = tabulated_row_pointer(sources, reader[0], source, locate(sources, token))
+    return load_row(pointer, tile, token < reader[2], start)
+
+
+@triton.jit
+def _stream(sources, reader, token, ahead, tile, start=0):
+    """Rows that are loaded ahead of their use: a queue, and source and token of the row to load next.
+
+    `reader` is (table, count, tokens, stride): after a token's last source comes the first one of token + stride.
+    """
+    count, stride = reader[1], reader[3]
+    zero = tl.zeros_like(stride)
+    queue = [
+        _row_at(sources, reader, (zero + k) % count, token + (zero + k) // count * stride, tile, start) for k in ahead
+    ]
+    return queue, (zero + len(ahead)) % count, token + (zero + len(ahead)) // count * stride
+
+
+@triton.jit
+def _next_row(stream, sources, reader, ahead, tile, start=0):
+    """The row at the head of the queue, and the stream after it."""
+    queue, source, token = stream
+    count, stride = reader[1], reader[3]
+    added = _row_at(sources, reader, source, token, tile, start)
+    last = source + 1 == count
+    source = tl.where(last, 0, source + 1)
+    token = tl.where(last, token + stride, token)
+    if len(ahead) == 0:
+        return added, (queue, source, token)
+    else:
+        return queue[0], ([queue[k + 1] if k + 1 < len(ahead) else added for k in ahead], source, token)
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def _attn_res_forward(
+    sources,
+    carry,  # [T, D], the mixture of the sources of earlier launches; None in the first
+    query,  # [D]
+    key_weight,  # [D] or None
+    norm_weight,  # [D] or None
+    out,  # [T, D]
+    statistics,  # where there is a carry, with the lse of the sources of earlier launches
+    tables,  # [programs, bucket, 3]
+    count,
+    tokens,
+    slots,
+    ahead,
+    tile,
+    formula,
+    HOLD_KEY: tl.constexpr,
+):
+    dtype = formula.dtype
+    table = tables + tl.program_id(0) * (3 * len(slots))
+    tabulate(sources, table, slots)
+    reader = (table, count, tokens, tl.num_programs(0))
+    stream = _stream(sources, reader, tl.program_id(0), ahead, tile)
+    if HOLD_KEY:
+        key = _key_row(query, key_weight, tile, dtype)
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        at = tl.cast(token, tl.int64)
+        if carry is None:
+            peak = tl.full([], -float("inf"), dtype)
+            total = tl.full([], 0.0, dtype)
+            mixed = _zero_row(tile, dtype)
+        else:
+            peak = tl.load(statistics.lse + at)
+            total = tl.full([], 1.0, dtype)
+            mixed = load_row(carry + at * tile.dim, tile)
+        statistic = at
+        for _ in range(0, count):
+            row, stream = _next_row(stream, sources, reader, ahead, tile)
+            if not HOLD_KEY:
+                key = _key_row(query, key_weight, tile, dtype)
+            square, product = _square_and_product(row, key, tile, dtype)
+            r = tl.rsqrt(square / tile.dim + formula.eps)
+            score = product * r * formula.scale
+            tl.store(statistics.rstd + statistic, r)
+            tl.store(statistics.scores + statistic, score)
+            higher = tl.maximum(peak, score)
+            keep = tl.exp(peak - higher)
+            weight = tl.exp(score - higher)
+            total = total * keep + weight
+            mixed = [mixed[c] * keep + row[c].to(dtype) * weight for c in tile.chunks]
+            peak = higher
+            statistic += tokens
+        tl.store(statistics.lse + at, peak + tl.log(total))
+        share = 1.0 / total
+        h = [mixed[c] * share for c in tile.chunks]
+        if norm_weight is not None:
+            rho = tl.rsqrt(_inner_product(h, h, tile, dtype) / tile.dim + formula.norm_eps)
+            w = load_row(norm_weight, tile)
+            h = [h[c] * rho * w[c].to(dtype) for c in tile.chunks]
+        store_row(out + at * tile.dim, h, tile)
+
+
+@triton.jit
+def _weight(statistics, lse, statistic):
+    """a_j and r_j, and s_j"""
+    score = tl.load(statistics.scores + statistic)
+    return tl.exp(score - lse), tl.load(statistics.rstd + statistic), score
+
+
+@triton.jit
+def _mixture(sources, reader, rows, statistics, lse, token, slots, ahead, tile, start, dtype):
+    """h and sum_j a_j r_j, from `rows` where they are held."""
+    count, tokens = reader[1], reader[2]
+    h = _zero_row(tile, dtype)
+    radius = tl.zeros_like(lse)
+    statistic = tl.cast(token, tl.int64)
+    if len(rows) > 0:
+        for j in tl.static_range(len(slots)):
+            if j < count:
+                weight, r, _score = _weight(statistics, lse, statistic)
+                radius += weight * r
+                h = [h[c] + weight * rows[j][c].to(dtype) for c in tile.chunks]
+            statistic += tokens
+    else:
+        stream = _stream(sources, reader, token, ahead, tile, start)
+        for _ in range(0, count):
+            row, stream = _next_row(stream, sources, reader, ahead, tile, start)
+            weight, r, _score = _weight(statistics, lse, statistic)
+            radius += weight * r
+            h = [h[c] + weight * row[c].to(dtype) for c in tile.chunks]
+            statistic += tokens
+    return h, radius
+
+
+@triton.jit
+def _norm_sums(h, u, moments, at, tokens, tile, dtype, STAGE: tl.constexpr):
+    """<h, h> and <u, h>; of this slice in stage "moments", which stores them."""
+    if STAGE == "whole":
+        return _square_and_product(h, u, tile, dtype)
+    elif STAGE == "moments":
+        square, product = _square_and_product(h, u, tile, dtype)
+        here = moments + (tl.program_id(1) * tl.cast(tokens, tl.int64) + at) * 2
+        tl.store(here, square)
+        tl.store(here + 1, product)
+        return square, product
+    else:
+        square = tl.zeros([], dtype)
+        product = tl.zeros([], dtype)
+        for s in range(0, tl.num_programs(1)):
+            there = moments + (s * tl.cast(tokens, tl.int64) + at) * 2
+            square += tl.load(there)
+            product += tl.load(there + 1)
+        return square, product
+
+
+@triton.jit
+def _through_norm(g, h, norm_weight, grad_norm, moments, at, tokens, tile, start, formula, STAGE: tl.constexpr):
+    """The gradient of h, where g is that of the output, and the sum of the norm weight's gradients."""
+    dtype = formula.dtype
+    if norm_weight is None:
+        return [g[c].to(dtype) for c in tile.chunks], grad_norm
+    else:
+        w = load_row(norm_weight, tile, start=start)
+        u = [g[c].to(dtype) * w[c].to(dtype) for c in tile.chunks]
+        square, product = _norm_sums(h, u, moments, at, tokens, tile, dtype, STAGE)
+        rho = tl.rsqrt(square / tile.dim + formula.norm_eps)
+        along = rho * rho * rho * product / tile.dim
+        grad_norm = [grad_norm[c] + g[c].to(dtype) * h[c] * rho for c in tile.chunks]
+        return [rho * u[c] - along * h[c] for c in tile.chunks], grad_norm
+
+
+@triton.jit
+def _pair(g, difference, pairs, j, at, count, tokens, tile, dtype, STAGE: tl.constexpr):
+    """<g, v_j - h>; within this slice in stage "pairs"."""
+    if STAGE == "gradients":
+        product = tl.zeros([], dtype)
+        for s in range(0, tl.num_programs(1)):
+            product += tl.load(pairs + (s * count + j) * tl.cast(tokens, tl.int64) + at)
+        return product
+    else:
+        product = _inner_product(g, difference, tile, dtype)
+        if STAGE == "pairs":
+            tl.store(pairs + (tl.program_id(1) * count + j) * tl.cast(tokens, tl.int64) + at, product)
+        return product
+
+
+@triton.jit
+def _through_source(
+    row,
+    j,
+    g,
+    h,
+    token_state,
+    key,
+    sums,
+    upstream,
+    statistics,
+    pairs,
+    grads,
+    reader,
+    tile,
+    start,
+    formula,
+    STAGE: tl.constexpr,
+):
+    """Store the gradient of source j; add to the sums of dqw, less its part along h, and of that part."""
+    dtype = formula.dtype
+    token, lse, radius = token_state
+    count, tokens = reader[1], reader[2]
+    at = tl.cast(token, tl.int64)
+    grad_key, along_mixture = sums
+    difference = [row[c].to(dtype) - h[c] for c in tile.chunks]
+    pair = _pair(g, difference, pairs, j, at, count, tokens, tile, dtype, STAGE)
+    if STAGE == "pairs":
+        return grad_key, along_mixture
+    else:
+        statistic = at + j * tl.cast(tokens, tl.int64)
+        weight, r, score = _weight(statistics, lse, statistic)
+        pull = tl.zeros([], dtype)
+        if upstream.lse is not None:
+            pull += weight * tl.load(upstream.lse + at)
+        if upstream.scores is not None:
+            pull += tl.load(upstream.scores + statistic)
+        ds = weight * pair + pull
+        along_key = formula.scale * ds * r
+        along_row = ds * score * r * r / tile.dim
+        grad = tl.load(grads + j).to(tl.pointer_type(row[0].dtype))
+        gradient = [weight * g[c] + along_key * key[c] - along_row * (difference[c] + h[c]) for c in tile.chunks]
+        store_row(tl.multiple_of(grad, 16) + at * tile.dim, gradient, tile, grad.to(tl.int64) != 0, start)
+        grad_key = [grad_key[c] + along_key * difference[c] for c in tile.chunks]
+        return grad_key, along_mixture + formula.scale * (ds * (r - radius) + radius * pull)
+
+
+@triton.jit
+def _replaced(rows, slot: tl.constexpr, sources, token, reader, held, tile, start):
+    """Held rows, of which that of one source is the one of another token."""
+    pointer = row_pointer(sources, slot, locate(sources, token))
+    present = (slot < reader[1]) & (token < reader[2])
+    return [load_row(pointer, tile, present, start) if k == slot else rows[k] for k in held]
+
+
+@triton.jit(do_not_specialize=["wanted", "count", "tokens"])
+def _attn_res_backward(
+    sources,
+    grad_sources,  # a tuple of [T, D]
+    wanted,  # bit j: source j needs its gradient
+    grad_out,
+    upstream,
+    statistics,
+    mixture,
+    query,  # [D]
+    key_weight,  # [D] or None
+    norm_weight,  # [D] or None
+    scratch,
+    count,
+    tokens,
+    slots,
+    held,
+    ahead,
+    tile,
+    formula,
+    STAGE: tl.constexpr,
+):
+    dtype = formula.dtype
+    start = 0
+    if STAGE != "whole":
+        start = tl.program_id(1) * (tile.width * len(tile.chunks))
+    program = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
+    table = scratch.tables + program * (4 * len(slots))
+    grads = table + 3 * len(slots)
+    for slot in tl.static_range(len(slots)):  # read after the barrier in `tabulate`
+        tl.store(grads + slot, grad_sources[slot].to(tl.int64) * ((wanted >> slot) & 1))
+    tabulate(sources, table, slots)
+    reader = (table, count, tokens, tokens)
+    key = _key_row(query, key_weight, tile, dtype, start)
+    grad_key = _zero_row(tile, dtype)
+    grad_norm = _zero_row(tile, dtype)
+    first = tl.program_id(0)
+    rows = [load_row(row_pointer(sources, k, locate(sources, first)), tile, k < count, start) for k in held]
+    for token in range(first, tokens, tl.num_programs(0)):
+        at = tl.cast(token, tl.int64)
+        lse = tl.load(statistics.lse + at)
+        if mixture is None:
+            h, radius = _mixture(sources, reader, rows, statistics, lse, token, slots, ahead[0], tile, start, dtype)
+        else:
+            h = load_row(mixture.h + at * tile.dim, tile, start=start)
+            radius = tl.load(mixture.radius + at)
+        g = load_row(row_pointer(grad_out, 0, locate(grad_out, token)), tile, start=start)
+        g, grad_norm = _through_norm(
+            g, h, norm_weight, grad_norm, scratch.moments, at, tokens, tile, start, formula, STAGE
+        )
+        if STAGE != "moments":
+            sums = (grad_key, tl.zeros_like(lse))
+            token_state = (token, lse, radius)
+            if len(held) > 0:
+                for slot in tl.static_range(len(slots)):
+                    if slot < count:
+                        sums = _through_source(
+                            rows[slot],
+                            slot,
+                            g,
+                            h,
+                            token_state,
+                            key,
+                            sums,
+                            upstream,
+                            statistics,
+                            scratch.pairs,
+                            grads,
+                            reader,
+                            tile,
+                            start,
+                            formula,
+                            STAGE,
+                        )
+                    rows = _replaced(rows, slot, sources, token + tl.num_programs(0), reader, held, tile, start)
+            else:
+                stream = _stream(sources, reader, token, ahead[1], tile, start)
+                for j in range(0, count):
+                    row, stream = _next_row(stream, sources, reader, ahead[1], tile, start)
+                    sums = _through_source(
+                        row,
+                        j,
+                        g,
+                        h,
+                        token_state,
+                        key,
+                        sums,
+                        upstream,
+                        statistics,
+                        scratch.pairs,
+                        grads,
+                        reader,
+                        tile,
+                        start,
+                        formula,
+                        STAGE,
+                    )
+            grad_key = [sums[0][c] + sums[1] * h[c] for c in tile.chunks]
+    parts = 1 if norm_weight is None else 2
+    partial = scratch.partial + tl.cast(tl.program_id(0), tl.int64) * (tile.dim * parts)
+    store_row(partial, grad_key, tile, start=start)
+    if norm_weight is not None:
+        store_row(partial + tile.dim, grad_norm, tile, start=start)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_rows(
+    partial,  # [rows, COLUMNS]
+    out,  # [COLUMNS]
+    rows,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Add rows, DEPTH of them side by side: in an order that depends on their number alone."""
+    columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros([DEPTH, WIDTH], out.dtype.element_ty)
+    for first in range(0, rows, DEPTH):
+        row = first + tl.arange(0, DEPTH)
+        mask = (row[:, None] < rows) & (columns[None, :] < COLUMNS)
+        total += tl.load(partial + row[:, None].to(tl.int64) * COLUMNS + columns[None, :], mask=mask, other=0.0)
+    tl.store(out + columns, tl.sum(total, axis=0), mask=columns < COLUMNS)
+
+
+def attn_res_forward(
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    scale: float,
+    norm_eps: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`out [..., D]` in `out_dtype`; `lse [...]`, `scores [N, ...]` and `rstd [N, ...]` in the compute dtype."""
+    first = sources[0]
+    shape, dtype = first.shape, compute_dtype(first.dtype)
+    out = first.new_empty(shape, dtype=out_dtype)
+    lse = first.new_empty(shape[:-1], dtype=dtype)
+    scores, rstd = (first.new_empty((len(sources), *shape[:-1]), dtype=dtype) for _ in range(2))
+    if not out.numel():
+        return out, lse, scores, rstd
+    rows, plan = rows_of(sources), launch.attn_res_forward(shape[-1], first.element_size(), launch.lanes())
+    programs = launch.persistent(rows.count, plan.resident, first.device)
+    formula = Formula(eps, scale, norm_eps, triton_dtype(dtype))
+    carry = None
+    with on_device(first):
+        for start, stop in launch.groups(len(sources)):
+            last, bucket = stop == len(sources), launch.bucket(stop - start)
+            target = out if last else first.new_empty(shape, dtype=dtype) if carry is None else carry
+            _attn_res_forward[(programs,)](
+                rows.group(start, stop).argument(bucket),
+                carry,
+                query,
+                key_weight,
+                norm_weight if last else None,
+                target,
+                Statistics(lse, scores[start:stop], rstd[start:stop]),
+                first.new_empty((programs, bucket, 3), dtype=torch.int64),
+                stop - start,
+                rows.count,
+                indices(bucket),
+                indices(plan.ahead),
+                constants(plan.tile),
+                constants(formula),
+                plan.holds_key,
+                num_warps=plan.warps,
+                num_stages=1,
+            )
+            carry = target
+    return out, lse, scores, rstd
+
+
+def attn_res_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    grad_scores: Tensor | None,
+    sources: list[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    lse: Tensor,
+    scores: Tensor,
+    rstd: Tensor,
+    eps: float,
+    scale: float,
+    norm_eps: float,
+    needs_grad: list[bool],
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Gradients of the sources (of shape `(0,)` where not needed), of `q * w [D]` and of `norm_weight [D]` (or `(0,)`).
+
+    `grad_out` is read where it lies. It is copied only where its last dimension is not contiguous, as in the gradient
+    of a sum, or its rows have more than two strides.
+    """
+    first = sources[0]
+    dim, dtype, norm = first.shape[-1], compute_dtype(first.dtype), norm_weight is not None
+    grads = [x.new_empty(x.shape if needed else (0,)) for x, needed in zip(sources, needs_grad, strict=True)]
+    if not grad_out.numel():
+        return grads, lse.new_zeros(dim), lse.new_zeros(dim if norm else 0)
+    with on_device(first):
+        mixture = None
+        if len(sources) > launch.MAX_SOURCES:
+            h = attn_res_forward(sources, query, key_weight, None, eps, scale, norm_eps, dtype)[0]
+            mixture = Mixture(h, ((scores - lse).exp() * rstd).sum(0))
+        work = _Backward(
+            rows_of(sources),
+            grads,
+            needs_grad,
+            rows_or_copy(grad_out),
+            Upstream(*(None if x is None else x.to(dtype).contiguous() for x in (grad_lse, grad_scores))),
+            Statistics(lse, scores, rstd),
+            mixture,
+            (query, key_weight, norm_weight),
+            Formula(eps, scale, norm_eps, triton_dtype(dtype)),
+        )
+        sums = [work.launch(start, stop) for start, stop in launch.groups(len(sources))]
+        grad_key = sum((part[0] for part in sums[1:]), start=sums[0][0])
+        return grads, grad_key, sums[0][1] if norm else lse.new_empty(0)
+
+
+class _Backward(NamedTuple):
+    """What the launches of one backward share."""
+
+    sources: Rows
+    grads: list[Tensor]
+    needs_grad: list[bool]
+    grad_out: Rows
+    upstream: Upstream
+    statistics: Statistics
+    mixture: Mixture | None
+    parameters: tuple[Tensor, Tensor | None, Tensor | None]
+    formula: Formula
+
+    def launch(self, start: int, stop: int) -> Tensor:
+        """Gradients of sources start to stop, and their sums for the parameters, [1 or 2, D]."""
+        bucket, dim, tokens = launch.bucket(stop - start), self.grad_out.tensors[0].shape[-1], self.sources.count
+        lse, first = self.statistics.lse, self.sources.tensors[0]
+        parts = 1 if self.parameters[2] is None else 2
+        plan = launch.attn_res_backward(dim, first.element_size(), bucket, parts == 2, launch.lanes())
+        programs = launch.persistent_programs(tokens, plan.resident, lse.device)
+        sliced = plan.slices > 1
+        scratch = Scratch(
+            lse.new_empty((plan.slices * programs, bucket, 4), dtype=torch.int64),
+            lse.new_empty((plan.slices, tokens, 2)) if sliced and parts == 2 else None,
+            lse.new_empty((plan.slices, stop - start, tokens)) if sliced else None,
+            lse.new_empty((programs, parts, dim)),
+        )
+        stages = ["moments", "pairs", "gradients"][2 - parts :] if sliced else ["whole"]
+        for stage in stages:
+            _attn_res_backward[(programs, plan.slices)](
+                self.sources.group(start, stop).argument(bucket),
+                padded([x if x.numel() else first for x in self.grads[start:stop]], bucket),
+                sum(needed << j for j, needed in enumerate(self.needs_grad[start:stop])),
+                self.grad_out.argument(),
+                Upstream(self.upstream.lse, None if self.upstream.scores is None else self.upstream.scores[start:stop]),
+                Statistics(lse, self.statistics.scores[start:stop], self.statistics.rstd[start:stop]),
+                self.mixture,
+                *self.parameters,
+                scratch,
+                stop - start,
+                tokens,
+                indices(bucket),
+                indices(bucket if plan.held else 0),
+                (indices(plan.ahead[0]), indices(plan.ahead[1])),
+                constants(plan.tile),
+                constants(self.formula),
+                stage,
+                num_warps=plan.warps,
+                num_stages=1,
+            )
+        return add_rows(scratch.partial.flatten(1)).view(parts, dim)
+
+
+def add_rows(rows: Tensor) -> Tensor:
+    """`[rows, columns]` -> `[columns]` in one launch, the same to the last bit every time."""
+    count, columns = rows.shape
+    total = rows.new_empty(columns)
+    _add_rows[(triton.cdiv(columns, 128),)](rows, total, count, columns, 128, 16, num_warps=4)
+    return total

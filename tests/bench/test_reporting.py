@@ -163,6 +163,23 @@ def test_without_a_gpu_the_device_script_says_so_and_fails(capsys):
     assert "torch.cuda.is_available() is False" in capsys.readouterr().err
 
 
+def test_the_short_table_of_a_gpu_run_sets_goals_and_packages_side_by_side():
+    run = device.Run("cuda", budget=0, seconds=0)
+    figures = {"ms": 2.0, "gb_per_s": 4000.0, "spread": 0.01, "peak_memory": 10**9}
+    for name, fraction in (("blockres", 0.91), ("fla-core", 0.5)):
+        facts = {"implementation": name, "direction": "forward", "shape": "9x8x16x4", "fraction_of_copy": fraction}
+        run.rows.append(facts | figures | {"part": "operation", "operation": "attn_res"})
+        for direction in ("forward", "backward"):
+            stack = {"part": "stack", "variant": name, "direction": direction, "shape": "8x4x8x16"}
+            run.rows.append(facts | figures | stack | {"ms": 1.0 if name == "blockres" else 2.5})
+    run.attempt("too late", "blockres", dict)
+    text = device.tables(run)
+    assert "0.90 met" in text
+    assert text.index("| attn_res forward |       blockres") < text.index("| attn_res forward |       fla-core")
+    assert "| fla-core                  | 5.00 |          2.50 |" in text
+    assert "not reached: too late" in text
+
+
 def test_the_cpu_script_measures_all_in_turn():
     rows = cpu.measure(("blockres", "eager"), 16, "float32", rounds=2)
     assert [row["implementation"] for row in rows] == ["blockres", "eager"]

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +17,12 @@ import torch.distributed as dist
 import tyro
 
 import blockres
-from blockres.training.config import TrainConfig
-from blockres.training.data import Corpus, Split, load_corpus
+from blockres.pipeline.wire import lost_neighbour
+from blockres.training.config import TrainConfig, flag
+from blockres.training.data import Split, load_corpus
 from blockres.training.launch import Launch, choose_device, open_process_group, share_cores
-from blockres.training.run import Run, TrainingStopped
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a rank needs before anything heavy is built."""
-
-    config: TrainConfig
-    corpus: Corpus
-    split: Split
-    device: torch.device
-
-    @classmethod
-    def prepare(cls, config: TrainConfig, launch: Launch) -> "Setup":
-        """Check the flags and find the data, the device and a place for the results.
-
-        Raises:
-            ValueError: saying which of these is not as it must be.
-        """
-        config.check(launch.world_size)
-        device = choose_device(config.run.device, launch)
-        corpus = load_corpus(config.data.data, config.model.vocab_size)
-        data = config.data
-        split = Split.of(corpus, data.validation_fraction, data.sequence_length, data.batch_size)
-        _check_writable(config.run.out)
-        return cls(config, corpus, split, device)
-
-    def facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
-        versions = {"torch": torch.__version__, "blockres": blockres.__version__}
-        return {
-            **{f"--{name.replace('_', '-')}": value for name, value in self.config.flags().items()},
-            "data (sha256)": self.corpus.digest(),
-            "device": self.device.type,
-            **versions,
-        }
+from blockres.training.run import Interrupted, Run, Setup, TrainingStopped
+from blockres.training.saving import SaveFailed, find_checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,15 +45,43 @@ def _begin(launch: Launch, config: TrainConfig | None, problem: str | None) -> i
     setup = None
     if config is not None:
         try:
-            setup = Setup.prepare(config, launch)
+            setup = _prepare(config, launch)
         except ValueError as error:
             problem = str(error)
-    verdict = launch.agree(setup.facts() if setup else {}, problem)
+    verdict = launch.agree(_facts(setup) if setup else {}, problem)
     if verdict is not None or setup is None:
         print(f"blockres.train, rank {launch.rank}: {verdict}", file=sys.stderr, flush=True)
         launch.farewell()
         return 2
     return _run_guarded(setup, launch)
+
+
+def _prepare(config: TrainConfig, launch: Launch) -> Setup:
+    """Check the flags and find the data, the device, a place for the results and a checkpoint to go on from.
+
+    Raises:
+        ValueError: saying which of these is not as it must be.
+    """
+    config.check(launch.world_size)
+    device = choose_device(config.run.device, launch)
+    corpus = load_corpus(config.data.data, config.model.vocab_size)
+    data = config.data
+    split = Split.of(corpus, data.validation_fraction, data.sequence_length, data.batch_size)
+    _check_writable(config.run.out)
+    settings = {
+        **{flag(name): value for name, value in config.flags().items()},
+        "data (sha256)": corpus.digest(),
+        "device": device.type,
+        "torch": torch.__version__,
+        "blockres": blockres.__version__,
+    }
+    return Setup(config, corpus, split, device, settings, find_checkpoint(config, settings, launch))
+
+
+def _facts(setup: Setup) -> dict[str, Any]:
+    """What must be equal on all ranks."""
+    resumed = setup.resumed
+    return setup.settings | {"checkpoint to go on from": f"{resumed.path}, step {resumed.step}" if resumed else None}
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[TrainConfig | None, str | None]:
@@ -117,23 +111,29 @@ def _run_guarded(setup: Setup, launch: Launch) -> int:
     run = None
     try:
         open_process_group(launch, setup.device, setup.config.run.timeout)
-        run = Run(setup.config, setup.corpus, setup.split, setup.device)
+        run = Run(setup, launch)
         run.to_the_end()
-    except TrainingStopped as end:
+    except (TrainingStopped, SaveFailed, Interrupted) as end:
         print(f"blockres.train, rank {launch.rank}: {end}", file=sys.stderr, flush=True)
         dist.destroy_process_group()
         launch.farewell()
-        return 1
+        return end.exit_code if isinstance(end, Interrupted) else 1
     except BaseException as error:
         traceback.print_exc()
         when = f"at step {run.step}" if run else "before the first step"
-        print(f"blockres.train, rank {launch.rank} stopped {when}: {error or type(error).__name__}", file=sys.stderr)
+        print(f"blockres.train, rank {launch.rank} stopped {when}: {_describe(error)}", file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()
         # An orderly exit would close the connections, and that can wait for ever for a rank that has ended.
         os._exit(1)
     dist.destroy_process_group()
     return 0
+
+
+def _describe(error: BaseException) -> str:
+    if lost_neighbour(error):
+        return f"another rank has ended; the cause is in what that rank printed last ({error})"
+    return str(error) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from blockres.modules import BlockAttnRes, BlockStream, StandardStream
 
@@ -140,6 +141,7 @@ class GPT(nn.Module):
         dtype: of the residual stream and of the sublayers' work. Parameters are float64 where it is float64 and
             float32 otherwise; a narrower dtype computes under autocast.
         device: where the parameters are.
+        activation_checkpointing: of a sublayer keep the inputs alone, and run it again in the backward.
 
     Raises:
         ValueError: where the part is empty or outside of the network.
@@ -154,6 +156,7 @@ class GPT(nn.Module):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         stop = config.num_sublayers if stop is None else stop
@@ -163,6 +166,7 @@ class GPT(nn.Module):
                 f"{config.num_sublayers}, got start={start}, stop={stop}"
             )
         self.config, self.start, self.stop, self.dtype = config, start, stop, dtype
+        self.activation_checkpointing = activation_checkpointing
         self.depth_probe: Callable[[int, Tensor], None] | None = None
         self._build()
         self.to(device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -208,9 +212,14 @@ class GPT(nn.Module):
             self._probe(int(index), stream)
             state = stream.read(_norm_of(sublayer))
             with self._autocast():
-                update = sublayer(state, rotary)
+                update = self._run(sublayer, state, rotary)
             stream.write(update)
         return stream.state() if self.norm is None else self._logits(stream, self.norm)
+
+    def _run(self, sublayer: nn.Module, state: Tensor, rotary: Tensor) -> Tensor:
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(sublayer, state, rotary, use_reentrant=False)
+        return sublayer(state, rotary)
 
     def _autocast(self) -> torch.autocast:
         narrow = self.dtype.itemsize < 4

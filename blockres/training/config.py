@@ -3,9 +3,10 @@
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from tyro.constructors import PrimitiveConstructorSpec
 
 from blockres.models.gpt import GPTConfig
 from blockres.pipeline import check_schedule
@@ -14,6 +15,30 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
+
+
+NEWEST = Path("newest")
+"""As the checkpoint to resume from: the newest that the run's directory has."""
+
+
+def flag(name: str) -> str:
+    """As it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _resume_from(words: list[str]) -> Path:
+    if len(words) > 1:
+        raise ValueError(f"--resume takes one checkpoint at most, got {' '.join(words)}")
+    return Path(words[0]) if words else NEWEST
+
+
+_OPTIONAL_CHECKPOINT = PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="[CHECKPOINT]",
+    instance_from_str=_resume_from,
+    is_instance=lambda value: value is None or isinstance(value, Path),
+    str_from_instance=lambda value: [] if value is None else [str(value)],
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +66,8 @@ class ParallelFlags:
     """How the model is spread over processes. The pipeline has (number of processes / dp_size) ranks.
 
     Args:
-        dp_size: data-parallel replicas of the pipeline.
+        dp_size: data-parallel replicas of the pipeline. Each has its share of a batch, of every parameter and of the
+            optimizer's state (FSDP2), and puts a stage's parameters together while it runs.
         virtual_stages: pipeline stages on each rank; 1 for GPipe and 1F1B.
         schedule: the pipeline schedule of torch.distributed.pipelining.
         num_microbatches: parts that a replica's batch is cut into.
@@ -87,10 +113,16 @@ class RunFlags:
     Args:
         steps: optimizer steps.
         eval_interval: steps between evaluations; one more follows the last step.
-        out: directory of metrics, plots and the checkpoint.
+        checkpoint_interval: steps between checkpoints; there is one after the last step in any case, and where SIGTERM
+            or Ctrl-C end the run.
+        keep_checkpoints: how many of a run's checkpoints stay, the newest ones; all by default.
+        resume: go on from this checkpoint, or without a value from the newest in --out, if there is one yet.
+        out: directory of metrics, plots and checkpoints.
         seed: of the initial values and of the order of the data.
         device: cpu or cuda; by default cuda where there is a GPU.
         dtype: of the residual stream and the matrix products; parameters are at least float32.
+        activation_checkpointing: keep no activations inside of sublayers, compute them again in the backward.
+        compile: compile every sublayer with torch.compile.
         nan_policy: what follows a loss or gradient that is not finite: stop, or skip (leave the step out and go on).
         num_threads: CPU threads of each process; by default the machine's cores, shared evenly.
         timeout: seconds that a rank waits for another before it gives up.
@@ -98,10 +130,15 @@ class RunFlags:
 
     steps: int = 200
     eval_interval: int = 50
+    checkpoint_interval: int | None = None
+    keep_checkpoints: int | None = None
+    resume: Annotated[Path | None, _OPTIONAL_CHECKPOINT] = None
     out: Path = Path("runs/blockres")
     seed: int = 0
     device: Literal["cpu", "cuda"] | None = None
     dtype: Dtype = "float32"
+    activation_checkpointing: bool = False
+    compile: bool = False
     nan_policy: Literal["stop", "skip"] = "stop"
     num_threads: int | None = None
     timeout: float = 300.0
@@ -166,10 +203,10 @@ class TrainConfig:
 
 def _check_positive(config: TrainConfig) -> None:
     names = (
-        "steps", "eval_interval", "eval_batches", "num_threads", "timeout", "sequence_length", "batch_size",
-        "dp_size", "virtual_stages", "num_microbatches", "learning_rate", "clip_norm",
+        "steps", "eval_interval", "checkpoint_interval", "keep_checkpoints", "eval_batches", "num_threads", "timeout",
+        "sequence_length", "batch_size", "dp_size", "virtual_stages", "num_microbatches", "learning_rate", "clip_norm",
     )  # fmt: skip
     flags = config.flags()
     for name in names:
         if flags[name] is not None and not flags[name] > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {flags[name]}")
+            raise ValueError(f"{flag(name)} must be greater than 0, got {flags[name]}")

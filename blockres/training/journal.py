@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -13,29 +14,34 @@ class Journal:
     """Writes `metrics.jsonl` and shows progress; made on every rank, and silent on all but the one that has the loss.
 
     Args:
-        path: of the metrics; a file that is already there is replaced.
+        path: of the metrics.
         steps: of the whole run.
         speaks: whether this is the rank that has the loss.
+        done: steps done already. What the file has of them is kept, but for an evaluation after the last of them, which
+            comes again; a file that is there is replaced where none are done.
     """
 
-    def __init__(self, path: Path, steps: int, speaks: bool) -> None:
+    def __init__(self, path: Path, steps: int, speaks: bool, done: int = 0) -> None:
         self.path = path
-        self._file: TextIO | None = path.open("w") if speaks else None
-        self._bar = tqdm(total=steps, unit="step", disable=None if speaks else True, dynamic_ncols=True)
         self.training: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
+        self._bar = tqdm(total=steps, initial=done, unit="step", disable=None if speaks else True, dynamic_ncols=True)
+        self._file: TextIO | None = None
+        if speaks:
+            earlier = [record for record in _read(path) if _is_before(record, done)] if done else []
+            self._file = path.open("w")
+            for record in earlier:
+                self._note(record)
 
     def step(self, step: int, loss: float, tokens: int, seconds: float, **more: float) -> None:
         """Note a step, numbered from 1, of so many tokens and seconds."""
-        self.training.append((step, loss))
-        self._write(step=step, loss=loss, tokens_per_second=tokens / seconds, **more)
+        self._note({"step": step, "loss": loss, "tokens_per_second": tokens / seconds, **more, "time": time.time()})
         self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
         self._bar.update()
 
     def evaluation(self, step: int, loss: float) -> None:
         """Note a validation loss after so many steps."""
-        self.validation.append((step, loss))
-        self._write(step=step, validation_loss=loss)
+        self._note({"step": step, "validation_loss": loss, "time": time.time()})
         self.say(f"step {step}: validation loss {loss:.4f}")
 
     def say(self, text: str) -> None:
@@ -48,12 +54,31 @@ class Journal:
         if self._file is not None:
             self._file.close()
 
-    def _write(self, **record: float) -> None:
+    def _note(self, record: dict[str, float]) -> None:
+        if "loss" in record:
+            self.training.append((int(record["step"]), record["loss"]))
+        else:
+            self.validation.append((int(record["step"]), record["validation_loss"]))
         if self._file is not None:
             # JSON has no NaN.
             finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
-            self._file.write(json.dumps({**finite, "time": time.time()}) + "\n")
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
+
+
+def _read(path: Path) -> Iterator[dict[str, float]]:
+    """The records of a metrics file, up to one that a sudden end has cut off."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        yield {name: math.nan if value is None else value for name, value in record.items()}
+
+
+def _is_before(record: dict[str, float], step: int) -> bool:
+    """Whether a run that goes on after `step` steps will not write this record again."""
+    return record["step"] < step or (record["step"] == step and "loss" in record)
 
 
 def closing_lines(facts: dict[str, str]) -> str:

@@ -64,6 +64,15 @@ class Launch:
             return "rank 0 has not compared the ranks' flags in time: it has ended, or hangs"
         return json.loads(self.store.get("verdict"))
 
+    def exchange(self, topic: str, message: Any) -> list[Any]:
+        """What all ranks say about a topic, in their order (anything JSON can carry); a topic comes up once.
+
+        Goes through the open process group, so that a rank which has ended is missed at once.
+        """
+        self.store.set(f"{topic}/{self.rank}", json.dumps(message))
+        dist.barrier()
+        return [json.loads(text) for text in self.store.multi_get([f"{topic}/{r}" for r in range(self.world_size)])]
+
     def farewell(self) -> None:
         """Wait, not for long, until every rank has come here.
 
@@ -79,7 +88,7 @@ class Launch:
             if not self._wait(f"facts/{rank}", START_UP_SECONDS):
                 return f"rank {rank} has not reported within {START_UP_SECONDS:.0f} s: it has ended, or hangs"
             reports.append(json.loads(self.store.get(f"facts/{rank}")))
-        return _describe_problems([r["problem"] for r in reports]) or _describe_differences(
+        return describe_problems([r["problem"] for r in reports]) or _describe_differences(
             [r["facts"] for r in reports]
         )
 
@@ -91,7 +100,7 @@ class Launch:
         return True
 
 
-def _describe_problems(problems: list[str | None]) -> str | None:
+def describe_problems(problems: list[str | None]) -> str | None:
     """The problems, each once, with the ranks that have it unless all do."""
     lines = []
     for problem in dict.fromkeys(p for p in problems if p):

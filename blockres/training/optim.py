@@ -10,18 +10,30 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from blockres.training.config import OptimizerFlags
 
 
 def make_optimizer(parts: Iterable[nn.Module], flags: OptimizerFlags) -> torch.optim.AdamW:
-    """AdamW over the parameters of all parts; vectors (norms, queries, key weights) do not decay."""
+    """AdamW over the parameters of all parts; vectors (norms, queries, key weights) do not decay.
+
+    Its state is there from the start, so that it can be saved and loaded before any step.
+    """
     parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": flags.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=(flags.beta1, flags.beta2), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(flags.beta1, flags.beta2), fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # which changes nothing at a rate of 0, but counts
+    optimizer.zero_grad()
+    for parameter in parameters:
+        optimizer.state[parameter]["step"].zero_()
+    set_learning_rate(optimizer, flags.learning_rate)
+    return optimizer
 
 
 def learning_rate(step: int, steps: int, flags: OptimizerFlags) -> float:
@@ -38,16 +50,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def average_over_replicas(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its mean over the group, in one message."""
-    size = dist.get_world_size(group)
-    if size == 1 or not gradients:
-        return
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    flat /= size
-    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory; all of it where it is not sharded over replicas."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_with_peer(gradient: Tensor, peer: int, group: dist.ProcessGroup) -> None:

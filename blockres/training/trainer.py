@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+import signal
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from blockres.models.gpt import GPT, next_token_loss, probe_depth
 from blockres.pipeline import (
@@ -23,17 +27,26 @@ from blockres.pipeline import (
     split_sublayers,
 )
 from blockres.training import optim
+from blockres.training.checkpoint import Checkpoint
 from blockres.training.config import TrainConfig
 from blockres.training.data import Split
 from blockres.training.depth import DepthWeights
+from blockres.training.state import model_and_optimizer, random_state, set_random_state
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""What a rank may be asked to stop by; where ranks have got different ones, the first counts for all."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step's mean loss in nats per token and its gradient norm before clipping, over all ranks and equal on all."""
+    """A step over all ranks, equal on all: mean loss in nats per token, gradient norm before clipping.
+
+    `stop` is the signal by which any rank was asked to stop before the end of the step.
+    """
 
     loss: float
     grad_norm: float
+    stop: signal.Signals | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -49,10 +62,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, split: Split, device: torch.device) -> None:
         self.config, self.split, self.device = config, split, device
-        dp_size = config.parallel.dp_size
-        mesh = init_device_mesh(device.type, (dp_size, dist.get_world_size() // dp_size), mesh_dim_names=("dp", "pp"))
-        self.dp, self.pp = mesh.get_group("dp"), mesh.get_group("pp")
-        self.dp_rank, self.pp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+        dp_size, world_size = config.parallel.dp_size, dist.get_world_size()
+        self.mesh = init_device_mesh(device.type, (dp_size, world_size // dp_size), mesh_dim_names=("dp", "pp"))
+        self.pp = self.mesh.get_group("pp")
+        self.dp_rank, self.pp_rank = self.mesh.get_local_rank("dp"), self.mesh.get_local_rank("pp")
         num_stages = self.pp.size() * config.parallel.virtual_stages
         self.routing = BlockRouting(
             split_sublayers(config.model.num_sublayers, num_stages),
@@ -82,16 +95,22 @@ class Trainer:
         available = self.split.num_validation_batches
         return min(available, self.config.data.eval_batches or available)
 
-    def train_step(self, step: int) -> StepReport:
-        """Run step `step`, counted from 0. Where loss or gradient are not finite, the parameters stay as they were."""
+    def train_step(self, step: int, asked_to_stop: Callable[[], signal.Signals | None] = lambda: None) -> StepReport:
+        """Run step `step`, counted from 0. Where loss or gradient are not finite, the parameters stay as they were.
+
+        `asked_to_stop` tells near the end of the step what this rank has been asked; the answer may differ by rank.
+        """
         optim.set_learning_rate(self.optimizer, optim.learning_rate(step, self.config.run.steps, self.config.optimizer))
         self.optimizer.zero_grad()
         for stage in self.stages:
             stage.reset_traffic()
         loss = self._run(self.schedule.step, self.split.training_batch(self.config.run.seed, step))
-        self._sum_gradients()
-        total_loss, squares = self._sum_over_ranks(loss, optim.squared_norm(self._gradients(copies=False), self.device))
-        report = StepReport(total_loss, math.sqrt(squares))
+        self._sum_tied_gradients()
+        squares = optim.squared_norm(self._gradients(copies=False), self.device)
+        asked = asked_to_stop()
+        votes = [torch.tensor(float(asked == stop_signal)) for stop_signal in STOP_SIGNALS]
+        total_loss, total_squares, *total_votes = self._sum_over_ranks(loss, squares, *votes)
+        report = StepReport(total_loss, math.sqrt(total_squares), _first_voted_for(total_votes))
         if report.is_finite:
             optim.clip(self._gradients(), report.grad_norm, self.config.optimizer.clip_norm)
             self.optimizer.step()
@@ -104,8 +123,31 @@ class Trainer:
                 self._run(self.schedule.eval, self.split.validation_batch(index))
                 for index in range(self.num_eval_batches)
             ]
+        for part in self.parts:
+            if isinstance(part, FSDPModule):
+                part.reshard()  # after a forward alone the parameters would stay whole
         (total,) = self._sum_over_ranks(torch.stack(losses).sum())
         return total / len(losses)
+
+    def state_to_save(self) -> dict[str, Tensor]:
+        """This rank's part of what a checkpoint holds; names are those of the unsplit model."""
+        state = model_and_optimizer(self._named_parameters(copies=False), self.optimizer)
+        own = {name: value for name, value in state.items() if self.dp_rank == 0 or isinstance(value, DTensor)}
+        return own | random_state(dist.get_rank(), self.device)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take over a checkpoint, however its run was split; random states where it had the same ranks and devices.
+
+        Raises:
+            ValueError: where the checkpoint lacks something, or has it in another shape.
+        """
+        for part in self.parts:
+            checkpoint.load(model_and_optimizer(part.named_parameters(), self.optimizer))
+        same_device = checkpoint.settings.get("device") == self.device.type
+        if same_device and checkpoint.num_ranks == dist.get_world_size():
+            states = random_state(dist.get_rank(), self.device)
+            checkpoint.load(states)
+            set_random_state(states, dist.get_rank(), self.device)
 
     def new_depth_weights(self) -> DepthWeights | None:
         """To be filled by an evaluation; None for a standard residual, which weighs nothing."""
@@ -114,7 +156,8 @@ class Trainer:
 
     def num_parameters(self) -> int:
         """Of the whole model."""
-        (count,) = self._sum_over_ranks(torch.tensor(sum(p.numel() for p in self._parameters(copies=False))))
+        own = sum(optim.local(parameter).numel() for _, parameter in self._named_parameters(copies=False))
+        (count,) = self._sum_over_ranks(torch.tensor(own))
         return int(count)
 
     def ranks_with_broken_gradients(self) -> list[int]:
@@ -141,14 +184,23 @@ class Trainer:
 
     def _build_part(self, index: int) -> GPT:
         sublayers = self.routing.sublayers(index)
-        return GPT(
+        part = GPT(
             self.config.model,
             sublayers.start,
             sublayers.stop,
             seed=self.config.run.seed,
             dtype=self.config.dtype,
             device=self.device,
+            activation_checkpointing=self.config.run.activation_checkpointing,
         )
+        if self.config.run.compile:
+            for sublayer in part.sublayers.values():
+                sublayer.compile()
+        if self.config.parallel.dp_size > 1:
+            # The rows of an embedding are a view, which FSDP warns of; nobody writes into them in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+            fully_shard(part, mesh=self.mesh["dp"])
+        return part
 
     def _build_stage(self, part: GPT, index: int) -> BlockResStage:
         return BlockResStage(
@@ -164,7 +216,10 @@ class Trainer:
         )
 
     def _run(self, run: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Put this replica's share of a batch through the pipeline; its mean loss where that is known, elsewhere 0."""
+        """Put this replica's share of a batch through the pipeline.
+
+        Returns what it adds to the mean loss over all replicas; 0 on ranks that do not know it.
+        """
         size = self.config.data.batch_size // self.config.parallel.dp_size
         share = slice(self.dp_rank * size, (self.dp_rank + 1) * size)
         inputs, targets = (half[share].to(self.device) for half in batch)
@@ -175,11 +230,11 @@ class Trainer:
             losses=losses,
             return_outputs=False,
         )
-        return torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.device)
+        mean = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.device)
+        return mean / self.config.parallel.dp_size
 
-    def _sum_gradients(self) -> None:
-        """Average over the replicas, and add what the copies of a tied embedding have each found."""
-        optim.average_over_replicas(self._gradients(), self.dp)
+    def _sum_tied_gradients(self) -> None:
+        """Add what the copies of a tied embedding have each found."""
         if not self.config.model.tie_weights or self.routing.num_stages == 1:
             return
         if self.has_first and self.has_last:
@@ -191,27 +246,30 @@ class Trainer:
         elif self.has_last:
             optim.sum_with_peer(_embedding_gradient(self.parts[-1]), self.routing.rank_of(0), self.pp)
 
-    def _parameters(self, copies: bool = True) -> list[nn.Parameter]:
-        """Of this rank's parts; without `copies`, those that are not counted on another stage."""
+    def _named_parameters(self, copies: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of this rank's parts; without `copies`, those that do not count on another stage."""
         tied_copy = self.parts[-1].embedding if self.has_last and self.routing.num_stages > 1 else None
-        return [
-            parameter
-            for part in self.parts
-            for parameter in part.parameters()
-            if copies or tied_copy is None or parameter is not tied_copy.weight
-        ]
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                if copies or tied_copy is None or parameter is not tied_copy.weight:
+                    yield name, parameter
 
     def _gradients(self, copies: bool = True) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters(copies) if parameter.grad is not None]
+        """This rank's parts of them; what is written into these is written into the gradients."""
+        gradients = [parameter.grad for _, parameter in self._named_parameters(copies)]
+        return [optim.local(gradient) for gradient in gradients if gradient is not None]
 
     def _sum_over_ranks(self, *values: Tensor) -> list[float]:
-        """Sums over the pipeline's ranks, means over the replicas."""
         stacked = torch.stack([value.to(self.device, torch.float64) for value in values])
         dist.all_reduce(stacked)
-        return (stacked / self.config.parallel.dp_size).tolist()
+        return stacked.tolist()
+
+
+def _first_voted_for(votes: list[float]) -> signal.Signals | None:
+    return next((stop_signal for stop_signal, count in zip(STOP_SIGNALS, votes, strict=True) if count), None)
 
 
 def _embedding_gradient(part: GPT) -> Tensor:
     assert part.embedding is not None
     assert part.embedding.weight.grad is not None
-    return part.embedding.weight.grad
+    return optim.local(part.embedding.weight.grad)

@@ -9,30 +9,15 @@ import math
 import os
 import re
 import shlex
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from blockres import train
 from blockres.training.launch import Launch
-
-TINY = shlex.split(
-    "--steps 4 --eval-interval 2 --eval-batches 1 --num-layers 4 --dim 32 --num-heads 2 --num-kv-heads 1 "
-    "--sequence-length 16 --batch-size 8 --num-microbatches 4 --warmup-steps 2 --num-threads 1 --device cpu"
-)
-BOUND = 90  # seconds; far more than any of these needs on a busy machine
+from tests.support.command import EXACT, TINY, losses, metrics, ranks, refusals, run_alone, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -40,71 +25,6 @@ def own_threads() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-def run_alone(out: Path, *flags: str) -> list[dict]:
-    """Run the command as a single process, here; returns the metrics."""
-    failed = AssertionError("the run failed, see above")
-    with mock.patch.object(os, "_exit", side_effect=failed), pytest.raises(SystemExit) as end:
-        train.main([*TINY, "--out", str(out), *flags])
-    assert end.value.code == 0
-    return metrics(out)
-
-
-def metrics(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(records: list[dict]) -> list[float]:
-    keys = ("loss", "validation_loss", "grad_norm")
-    return [record[key] for record in records for key in keys if key in record]
-
-
-def torchrun(count: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "blockres.train"]
-    command = [sys.executable, "-m", *launcher, *TINY, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=BOUND, check=False)
-
-
-@contextmanager
-def ranks(*flags_of_rank: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that find each other as torchrun's would, each with flags of its own and nobody to end them."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(flags_of_rank))}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "blockres.train", *TINY, *flags],
-            env={**os.environ, **meeting, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank, flags in enumerate(flags_of_rank)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
-def refusals(capsys: pytest.CaptureFixture[str], *flags_of_rank: list[str]) -> str:
-    """Start ranks as threads; all must exit with 2. Returns what they said, one copy of it, the same for each."""
-    store, count = dist.HashStore(), len(flags_of_rank)
-    launches = [Launch(rank, count, rank, count, store) for rank in range(count)]
-    configs, problems = zip(*[train._parse([*TINY, *flags]) for flags in flags_of_rank], strict=True)
-    with ThreadPoolExecutor(count) as pool:
-        codes = list(pool.map(train._begin, launches, configs, problems))
-    assert codes == [2] * count
-    said = capsys.readouterr().err
-    texts = set()
-    for rank in range(count):
-        (text,) = re.findall(rf"^blockres.train, rank {rank}: (.*?)(?=^blockres\.train, rank|\Z)", said, re.M | re.S)
-        texts.add(text)
-    assert len(texts) == 1
-    return texts.pop()
 
 
 # One process.
@@ -183,18 +103,7 @@ def test_without_matplotlib_it_says_so_and_draws_nothing(tmp_path, capsys):
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_the_checkpoint_holds_model_and_optimizer_under_the_unsplit_names(tmp_path):
-    run_alone(tmp_path, "--virtual-stages", "4", "--tie-weights")
-    entries = dcp.FileSystemReader(tmp_path / "step-000004").read_metadata().state_dict_metadata
-    names = {name.removeprefix("model.") for name in entries if name.startswith("model.")}
-    assert {"embedding.weight", "norm.weight", "sublayers.7.out.weight", "residual.aggregations.8.query"} <= names
-    assert {f"optimizer.{name}.exp_avg" for name in names} <= entries.keys()
-    assert not list(tmp_path.glob(".unfinished*"))
-
-
 # More processes. Everything is compared with one process that runs the whole model as one stage, in float64.
-
-EXACT = shlex.split("--dtype float64 --tie-weights --sublayers-per-block 3 --clip-norm 0.5")
 
 
 @pytest.fixture(scope="module")
@@ -219,23 +128,21 @@ def test_two_stages_in_one_process_follow_the_unsplit_run(tmp_path, unsplit, sch
     ids=["P2-V2", "dp2-P2-V2", "P4-V2-zbv"],
 )
 def test_a_pipeline_follows_the_unsplit_run(tmp_path, unsplit, count, flags):
-    run = torchrun(count, *EXACT, *flags, "--out", str(tmp_path))
-    assert run.returncode == 0, run.stderr[:5000]
-    assert losses(metrics(tmp_path)) == pytest.approx(unsplit, rel=1e-10)
-    rows = torch.tensor(json.loads((tmp_path / "depth_weights.json").read_text()))
+    run = run_ranks(tmp_path, count, *EXACT, *flags)
+    assert losses(run) == pytest.approx(unsplit, rel=1e-10)
+    rows = torch.tensor(json.loads((tmp_path / "out" / "depth_weights.json").read_text()))
     torch.testing.assert_close(rows.sum(1), torch.ones(9))
-    assert run.stdout.count("validation loss      ") == 1
+    said = "".join(path.read_text() for path in tmp_path.glob("rank-*.txt"))
+    assert said.count("validation loss      ") == 1
     if count == 2:
-        assert "sent per microbatch  5 units, 40.0 KiB forward with the cache, and as much" in run.stdout
-        assert "everything at every hop is 8 units, 64.0 KiB" in run.stdout
+        assert "sent per microbatch  5 units, 40.0 KiB forward with the cache, and as much" in said
+        assert "everything at every hop is 8 units, 64.0 KiB" in said
 
 
 def test_a_bfloat16_wire_trains_almost_as_a_float32_one(tmp_path):
     flags = ["--steps", "20", "--num-layers", "2", "--sublayers-per-block", "1", "--num-microbatches", "2"]
     exact = run_alone(tmp_path / "float32", *flags)
-    run = torchrun(2, *flags, "--pipeline-dtype", "bfloat16", "--out", str(tmp_path / "bfloat16"))
-    assert run.returncode == 0, run.stderr[:5000]
-    rounded = metrics(tmp_path / "bfloat16")
+    rounded = run_ranks(tmp_path / "bfloat16", 2, *flags, "--pipeline-dtype", "bfloat16")
     assert losses(rounded) != losses(exact)
     assert rounded[-1]["validation_loss"] == pytest.approx(exact[-1]["validation_loss"], rel=0.02)
 
@@ -304,26 +211,9 @@ def test_help_needs_no_other_rank(capsys):
 
 def test_real_processes_with_different_flags_all_say_so_and_end(tmp_path):
     same = ["--out", str(tmp_path)]
-    with ranks(same, [*same, "--seed", "1"]) as processes:
-        for rank, process in enumerate(processes):
-            _, said = process.communicate(timeout=BOUND)
-            assert process.returncode == 2
-            assert f"rank {rank}: the ranks were started differently:\n  --seed: 0 on rank 0, 1 on rank 1" in said
-
-
-def test_a_killed_rank_ends_the_others_with_a_message(tmp_path):
-    endless = ["--out", str(tmp_path), "--steps", "1000000", "--eval-interval", "1000000"]
-    with ranks(endless, endless, endless) as processes:
-        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2)
-        processes[0].send_signal(signal.SIGKILL)
-        for rank, process in enumerate(processes[1:], start=1):
-            _, said = process.communicate(timeout=30)
-            assert process.returncode == 1
-            assert re.search(rf"blockres.train, rank {rank} stopped at step \d+: pipeline rank {rank} lost", said)
-
-
-def wait_for(condition, seconds: float = BOUND) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
+    with ranks(tmp_path, same, [*same, "--seed", "1"]) as started:
+        for number, rank in enumerate(started):
+            assert rank.code() == 2
+            assert (
+                f"rank {number}: the ranks were started differently:\n  --seed: 0 on rank 0, 1 on rank 1" in rank.said
+            )

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch", "torch.distributed.pipelining", "blockres.pipeline", "blockres.train"]
+"""What the process that ranks are forked from imports; it is started once, for all tests."""
+
 
 @dataclass
 class Outcome:
@@ -34,7 +37,7 @@ def run_ranks(world_size: int, worker: Callable[..., Iterable[Any]], *args: Any,
     `worker` must be importable by name. Its exception ends its process with exit code 1, as it would a command.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "blockres.pipeline", worker.__module__])
+    context.set_forkserver_preload([*PRELOADED, worker.__module__])
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         ranks = []

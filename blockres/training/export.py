@@ -1,0 +1,97 @@
+"""The whole model of a checkpoint in one safetensors file: `python -m blockres.training.export CHECKPOINT FILE`.
+
+Tensors have the names of the unsplit model, however the run was split; the file's metadata say how to build it.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from blockres.models.gpt import GPT, GPTConfig
+from blockres.training import checkpoint
+from blockres.training.checkpoint import Checkpoint
+from blockres.training.config import flag
+
+METADATA = "blockres"
+"""The key under which the file describes its model."""
+
+
+def export_model(source: Path, file: Path) -> None:
+    """Write the model of a checkpoint, or of the newest in a run's directory, to `file`: complete, or not at all.
+
+    Raises:
+        ValueError: where the checkpoint is damaged or is none.
+        OSError: where the file cannot be written.
+    """
+    found = Checkpoint.open(checkpoint.newest(source) or source)
+    found.verify()
+    model = _build(_description(found))
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found.load({f"model.{name}": value for name, value in state.items()})
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    save_file(state, unfinished, metadata={"format": "pt", METADATA: json.dumps(_description(found))})
+    with unfinished.open("rb") as written:
+        os.fsync(written.fileno())
+    unfinished.replace(file)
+
+
+def load_model(file: Path) -> GPT:
+    """The unsplit model from a file that `export_model` has written.
+
+    Raises:
+        ValueError: where the file is another, or damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            description = json.loads((opened.metadata() or {})[METADATA])
+        model = _build(description)
+        model.load_state_dict(load_file(file))
+    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{file} is no model that blockres has exported: {type(error).__name__} {error}") from error
+    return model
+
+
+def _description(found: Checkpoint) -> dict[str, Any]:
+    try:
+        model = {field.name: found.settings[flag(field.name)] for field in dataclasses.fields(GPTConfig)}
+        return {"model": model, "dtype": found.settings[flag("dtype")], "step": found.step}
+    except KeyError as error:
+        raise ValueError(f"{found.path / checkpoint.MANIFEST} is damaged: it has no {error}") from error
+
+
+def _build(description: dict[str, Any]) -> GPT:
+    return GPT(GPTConfig(**description["model"]), dtype=getattr(torch, description["dtype"]))
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Write the whole model of a checkpoint to one safetensors file.
+
+    Args:
+        checkpoint: a checkpoint, or the directory of a run, of which the newest is taken.
+        file: where to.
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    file: tyro.conf.Positional[Path]
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments, prog="python -m blockres.training.export")
+    try:
+        export_model(arguments.checkpoint, arguments.file)
+    except (ValueError, OSError) as error:
+        sys.exit(f"blockres.training.export: {error}")
+
+
+if __name__ == "__main__":
+    main()

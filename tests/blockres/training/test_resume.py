@@ -1,0 +1,114 @@
+"""Runs that are stopped and go on: in the same layout to the last bit, in any other to the last digits.
+
+Real ranks. The run that is not interrupted is on two ranks with two stages each.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from blockres.models.gpt import MLP
+from blockres.training.trainer import Trainer
+from tests.support.command import BOUND, EXACT, TINY, after, losses, metrics, ranks, run_alone, run_ranks, wait_for
+
+FLAGS = [*EXACT, "--steps", "8", "--checkpoint-interval", "2"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run_ranks(folder, 2, *FLAGS)
+    return folder / "out"
+
+
+def losses_after(step: int, out: Path) -> list[float]:
+    return losses(after(step, metrics(out)))
+
+
+def test_other_layouts_go_on_from_a_checkpoint_and_from_each_others(uninterrupted, tmp_path):
+    """P2 V2 → two replicas of P2 V1 → P1 V1 → P4 V1: fewer ranks, more, and parameters in shards."""
+    first, second, third = (tmp_path / name for name in ("replicas", "one", "four"))
+    flags = [*FLAGS, "--virtual-stages", "1", "--resume"]
+    run_ranks(first, 4, *flags, str(uninterrupted / "step-000002"), "--dp-size", "2")
+    assert losses_after(2, first / "out") == pytest.approx(losses_after(2, uninterrupted), rel=1e-10)
+    run_alone(second, *flags, str(first / "out" / "step-000004"))
+    assert losses_after(4, second) == pytest.approx(losses_after(4, uninterrupted), rel=1e-10)
+    run_ranks(third, 4, *flags, str(second / "step-000006"))
+    assert losses_after(6, third / "out") == pytest.approx(losses_after(6, uninterrupted), rel=1e-10)
+
+
+def send_itself(number: signal.Signals) -> None:
+    """In the middle of the fourth step."""
+    real = Trainer.train_step
+
+    def train_step(trainer, step, *args):
+        if step == 3:
+            os.kill(os.getpid(), number)
+        return real(trainer, step, *args)
+
+    Trainer.train_step = train_step
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(uninterrupted, tmp_path, number, code):
+    out = tmp_path / "out"
+    flags = ["--out", str(out), *FLAGS, "--checkpoint-interval", "1000"]
+    with ranks(tmp_path, flags, flags, faults={1: partial(send_itself, number)}) as started:
+        assert [rank.code() for rank in started] == [code, code]
+        saved = out / "step-000004"
+        for index, rank in enumerate(started):
+            assert f"rank {index}: {number.name}: the run is saved in {saved}, --resume goes on from there" in rank.said
+    run_ranks(tmp_path, 2, *FLAGS, "--resume")
+    assert losses(metrics(out)) == losses(metrics(uninterrupted))
+
+
+def catches(process: BaseProcess, number: signal.Signals) -> bool:
+    """Whether it has a handler for a signal."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) & 1 << number - 1)
+
+
+def hang_in_a_step() -> None:
+    MLP.forward = lambda *_: time.sleep(1000)
+
+
+def test_a_second_signal_ends_a_rank_that_waits_for_a_peer(tmp_path):
+    flags = ["--out", str(tmp_path / "out")]
+    with ranks(tmp_path, flags, flags, faults={0: hang_in_a_step}) as (_, waiting):
+        wait_for(lambda: catches(waiting.process, signal.SIGTERM))
+        os.kill(waiting.process.pid, signal.SIGTERM)
+        time.sleep(0.2)
+        os.kill(waiting.process.pid, signal.SIGTERM)  # as a launcher does: too soon to mean anything
+        assert waiting.code(timeout=1) is None
+        os.kill(waiting.process.pid, signal.SIGTERM)
+        assert waiting.code(timeout=5) == 143
+        assert "SIGTERM again, ending at once" in waiting.said
+
+
+def test_torchrun_is_told_to_end_and_its_ranks_save(tmp_path):
+    out = tmp_path / "out"
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "blockres.train"]
+    flags = ["--out", str(out), "--steps", "1000000", "--eval-interval", "1000000"]
+    command = [sys.executable, "-m", *launcher, *TINY, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) > 2)
+        process.terminate()
+        _, said = process.communicate(timeout=BOUND)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    (saved,) = out.glob("step-*")
+    assert set(re.findall(r"rank (\d): SIGTERM: the run is saved in (\S+),", said)) == {
+        ("0", str(saved)),
+        ("1", str(saved)),
+    }
+    assert len(run_alone(tmp_path / "on", "--steps", str(int(saved.name[5:]) + 1), "--resume", str(saved))) > 1

@@ -484,7 +484,7 @@ def _attn_res_backward(
 @triton.jit(do_not_specialize=["rows"])
 def _add_rows(
     partial,  # [rows, COLUMNS]
-    out,  # [COLUMNS]
+    total,  # [COLUMNS]
     rows,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -492,12 +492,12 @@ def _add_rows(
 ):
     """Add rows, DEPTH of them side by side: in an order that depends on their number alone."""
     columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros([DEPTH, WIDTH], out.dtype.element_ty)
+    sums = tl.zeros([DEPTH, WIDTH], total.dtype.element_ty)
     for first in range(0, rows, DEPTH):
         row = first + tl.arange(0, DEPTH)
         mask = (row[:, None] < rows) & (columns[None, :] < COLUMNS)
-        total += tl.load(partial + row[:, None].to(tl.int64) * COLUMNS + columns[None, :], mask=mask, other=0.0)
-    tl.store(out + columns, tl.sum(total, axis=0), mask=columns < COLUMNS)
+        sums += tl.load(partial + row[:, None].to(tl.int64) * COLUMNS + columns[None, :], mask=mask, other=0.0)
+    tl.store(total + columns, tl.sum(sums, axis=0), mask=columns < COLUMNS)
 
 
 def attn_res_forward(

@@ -119,7 +119,7 @@ def attn_res_forward(dim: int, itemsize: int, lanes: int) -> Forward:
         ahead = cut.ahead(3, 0, 6, overhead=26)
         if ahead >= 2:
             return Forward(cut.tile, cut.threads // lanes, ahead, True, 256 // cut.threads)
-    return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(2, 0, 2), 0), False, 1)
+    return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(2, 0, 2, overhead=80), 0), False, 1)
 
 
 def attn_res_backward(dim: int, itemsize: int, slots: int, norm: bool, lanes: int) -> Backward:
@@ -238,22 +238,31 @@ def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int) 
     return InterForward(held, tile, min(queries, 2), panel, warps if held else 1, 8)
 
 
-def attn_res_inter_backward(dim: int, itemsize: int, queries: int, sources: int) -> InterBackward:
-    """Gradients, sources and sums of 8192 elements each fit into 8 warps, 32 elements a thread: 160 registers.
+def attn_res_inter_backward(
+    dim: int, itemsize: int, queries: int, sources: int, norm: bool, adds: bool, lanes: int
+) -> InterBackward:
+    """Whole where a thread's columns of all gradients, sources and sums leave a third of its registers for the rest.
 
-    Narrower tiles are for one warp, 1024 elements each at most, in rows of 128 bytes where there are up to 16 of them.
+    Such a kernel repeats its code for each query and source. Above D = 768 its threads load 16 bytes each; narrower rows
+    may be cut finer, to make room for more queries.
     """
-    rows, columns = triton.next_power_of_2(max(queries, sources)), triton.next_power_of_2(max(dim, 16))
-    if rows * columns * max(itemsize, 4) <= 8192 * 4:
+    columns = triton.next_power_of_2(max(dim, lanes))
+    rows = 2 * queries + sources + 2 * norm + adds
+    most = 152 // (rows * max(itemsize // 4, 1))
+    least = 16 // itemsize if dim >= 768 else 1
+    each = max(columns // (8 * lanes), min(16 // itemsize, columns // lanes), 1)
+    while each > most and each > least and columns // each < 8 * lanes:
+        each //= 2
+    if each <= most and queries * sources <= 160:
         panel = Panel(
             dim,
             triton.next_power_of_2(queries),
             triton.next_power_of_2(sources),
             columns,
-            16 // itemsize,
+            min(each, 16 // itemsize),
         )
-        warps = max(rows * columns * max(itemsize, 4) // 4 // 1024, 1)
-        return InterBackward(True, panel, warps, max(8 // warps, 1))
+        warps = columns // each // lanes
+        return InterBackward(True, panel, warps, 8 // warps)
     return InterBackward(False, _narrow_panel(dim, itemsize, queries, sources), 1, 8)
 
 

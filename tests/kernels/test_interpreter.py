@@ -40,6 +40,17 @@ def _copy_some(x, extra, out, n, WIDTH: tl.constexpr):
     tl.store(out + lanes, values, mask=lanes < n)
 
 
+@triton.jit
+def _twice(x):
+    return tl.zeros_like(x) + x + x
+
+
+@triton.jit
+def _call(x, out, WIDTH: tl.constexpr):
+    lanes = tl.arange(0, WIDTH)
+    tl.store(out + lanes, _twice(_twice(tl.load(x + lanes))))
+
+
 def _edge_values() -> torch.Tensor:
     """float32 at, just below and just above every kind of tie, infinities, NaN, subnormals and the largest numbers."""
     high = np.arange(0, 1 << 16, 37, dtype=np.uint32) << 16
@@ -93,6 +104,14 @@ def test_tree_sum_has_numpys_shapes_and_loses_few_digits(axis, keepdims):
     actual, exact = tree_sum(values, axis, keepdims), values.astype(np.float64).sum(axis, keepdims=keepdims)
     assert actual.shape == exact.shape
     assert np.abs(actual / exact - 1).max() < 2e-7
+
+
+def test_functions_of_a_kernel_leave_the_language_as_it_was():
+    members = {name: getattr(tl, name) for name in ("load", "sum", "range", "zeros")}
+    x, out = torch.randn(32), torch.empty(32)
+    _call[(2,)](x, out, WIDTH=32)
+    assert torch.equal(out, 4 * x)
+    assert all(getattr(tl, name) is member for name, member in members.items())
 
 
 def test_traffic_counts_unmasked_lanes_by_launch_and_argument():

@@ -32,11 +32,14 @@ def units_apart(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def assert_rounded_once(actual: Tensor, exact: Tensor, share: float = 0.99) -> None:
-    """At least `share` of `actual` equals float64 `exact` rounded to nearest even, and the rest is one unit away."""
+    """At least `share` of `actual` equals float64 `exact` rounded to nearest even, and the rest is one unit away.
+
+    Two elements may be off however few there are: a share of less than 200 says little.
+    """
     apart = units_apart(actual.cpu(), round_float64(exact.cpu(), actual.dtype))
-    equal = (apart == 0).double().mean().item()
+    off = int((apart != 0).sum())
     assert apart.max() <= 1, f"an element is {apart.max().item()} units in the last place away"
-    assert equal >= share, f"only {equal:.2%} are rounded to nearest even"
+    assert off <= max((1 - share) * apart.numel(), 2), f"{off} of {apart.numel()} are not rounded to nearest even"
 
 
 def round_float64(exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,8 @@ Kernels run in the interpreter, which notes the bytes of unmasked lanes. An oper
 must read and write: its arguments once, its results once, views and allocations nothing. Each access falls into one
 class by the size of the tensor: rows (a multiple of tokens x dim), statistics (a multiple of tokens), parameters (all
 else, rows of parameter gradients that belong to a program and not to a token among them). For that to be unambiguous,
-`tokens` is a prime that divides none of the other sizes.
+`tokens` is a prime that divides none of the other sizes, and larger than the number of programs that a persistent
+kernel is launched with when it is interpreted (16 at the most): `next_prime(TOKENS, …)`.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from bench.interpreted import KernelMode
 from bench.interpreter import Launch, count_traffic
 
 CLASSES = ("rows", "statistics", "parameters")
+TOKENS = 17
 _UNTOUCHED = {
     "empty",
     "empty_like",

@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bench.cases import relative_error  # noqa: E402
-from bench.counting import Ledger, next_prime  # noqa: E402
+from bench.counting import TOKENS, Ledger, next_prime  # noqa: E402
 from bench.implementations import REGISTRY, Implementation, Missing, eager, find, rms_norm  # noqa: E402
 from bench.streams import Parameters, StackShape, StandardStream, Stream, open_stream, run  # noqa: E402
 from bench.tables import markdown, number  # noqa: E402
@@ -180,8 +180,8 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stack", action="append", help="sublayers x sublayers per block; may be given again")
     parser.add_argument("--implementation", action="append", help="a name, or all that is installed")
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=11, help="at least this many: the next suitable prime is taken")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="at least; the next suitable prime is taken")
     parser.add_argument("--parts", action="store_true", help="where the bytes go")
     parser.add_argument("--json", type=Path, help="write the table there, for bench.report")
     options = parser.parse_args(arguments)

@@ -24,14 +24,13 @@ require_interpreter()
 import torch  # noqa: E402
 
 from bench.cases import DTYPES, OPERATIONS, Operation, Shape, leaves, make_inputs, upstream  # noqa: E402
-from bench.counting import Ledger, next_prime  # noqa: E402
+from bench.counting import TOKENS, Ledger, next_prime  # noqa: E402
 from bench.implementations import REGISTRY, Implementation, Missing, find  # noqa: E402
 from bench.tables import markdown, number  # noqa: E402
 from bench.work import verify_operation  # noqa: E402
 
 SHAPES = ("9x0x512x4",)
 NOT_COUNTED = ("compiled",)
-TOKENS = 11
 
 
 @dataclass(frozen=True)

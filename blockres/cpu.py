@@ -1,10 +1,11 @@
 """The operations for CPU tensors, in PyTorch calls that work through the tokens in chunks which stay in cache.
 
-Letters: N sources, S queries, C tokens of one chunk, D hidden size; `...` are the leading dimensions of the sources.
+Letters: N sources, S queries, T tokens (`...`, the leading dimensions of the sources, as one), C tokens of a chunk, D
+hidden size. Chunks are laid out token by token, `[C, N, D]`, and so are the numbers that belong to them, `[C, N, S]`.
 
-A whole source is never stacked, copied or converted: the rows of a chunk are widened to the compute dtype where they
-are narrower, used while they are hot, and forgotten. What backward is given are the scores and the reciprocal root mean
-squares, a few numbers per token; the mixture is formed again from the sources that backward reads anyway.
+A whole source is never stacked, copied or converted: the rows of a chunk are gathered, in the compute dtype, used while
+they are hot, and forgotten. What backward is given are the scores and the reciprocal root mean squares, a few numbers
+per token; the mixture is formed again from the sources that backward reads anyway.
 
 Whatever decides a token's own result is elementwise, a reduction of single rows, or a batch of products with one token
 each. Products over the rows of a chunk serve for parameter gradients only: BLAS chooses its kernel by the number of
@@ -18,12 +19,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# Elements of all tensors of a chunk together, per thread: 2 MiB in float32, the L2 cache of a current server core or
-# its share of the L3. A chunk is also at most a fortieth of the tensors, so that its buffers add a few percent to
-# them; below a quarter of a million elements that is not worth the calls it takes.
-_ELEMENTS_PER_THREAD = 2**19
-_MIN_ELEMENTS = 2**18
-_CHUNKS = 40
+# Bytes of a chunk's rows of all tensors together, in the compute dtype. Per thread at most the L2 cache of a current
+# server core, or its share of the L3; in all at most a twenty-fourth of the tensors, so that the buffers of a chunk add
+# less than five percent to them; but never so little that the calls cost more than the work.
+_BYTES_PER_THREAD = 2 << 20
+_SHARE = 24
+_MIN_BYTES = 512 << 10
 # Terms that BLAS adds up one after the other in a product of two rows, whose error grows with their number.
 _STRETCH = 1024
 
@@ -62,22 +63,20 @@ def attn_res_backward(
     needs_grad: Sequence[bool],
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Gradients of the sources (empty where not needed), of `query * key_weight [D]` and of `norm_weight [D]`."""
-    keys, gain = _key(query[None], _one(key_weight), scores.dtype), _converted(norm_weight, scores.dtype)
     dsources, dkeys, dgain = _backward(
         [grad_out],
         _one(grad_lse),
         _one(grad_scores),
         sources,
-        keys,
-        gain,
+        _keys(query[None], _one(key_weight), scale, scores.dtype),
+        _converted(norm_weight, scores.dtype),
         scores[None],
         rstd,
-        scale,
         norm_eps,
         needs_grad,
         [None] * len(sources),
     )
-    return dsources, dkeys[0], dgain
+    return dsources, dkeys[0] * scale, dgain
 
 
 def attn_res_inter_forward(
@@ -91,28 +90,24 @@ def attn_res_inter_forward(
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Phase 1: `outputs [S, ..., D]`, `lse [S, ...]`, `scores [S, N, ...]` and `rstd [N, ...]`."""
-    first, count = sources[0], len(sources)
-    lead, compute = first.shape[:-1], compute_dtype(first.dtype)
-    keys, gain = _key(queries, key_weights, compute), _converted(norm_weight, compute)
+    first, lead = sources[0], sources[0].shape[:-1]
+    compute = compute_dtype(first.dtype)
+    keys, gain = _keys(queries, key_weights, scale, compute), _converted(norm_weight, compute)
     outputs = first.new_empty((len(keys), *first.shape), dtype=out_dtype)
-    lse = first.new_empty((len(keys), *lead), dtype=compute)
-    scores = first.new_empty((len(keys), count, *lead), dtype=compute)
-    rstd = first.new_empty((count, *lead), dtype=compute)
+    score = first.new_empty((_tokens(lead), len(sources), len(keys)), dtype=compute)
+    r = first.new_empty((_tokens(lead), len(sources), 1), dtype=compute)
     scratch = _Scratch(compute)
-    for (rows, out_rows), (score_rows, r_rows, lse_rows) in _chunks(
-        [sources, outputs.unbind(0)], [scores.flatten(0, 1), rstd, lse]
-    ):
+    for part, rows, out_rows in _chunks(sources, outputs.unbind(0)):
         values = _gather(rows, "values", scratch)
-        r = _rstd(values, eps)
-        score = _products(values, _per_token(keys, values)).mul_(r.unsqueeze(-1)).mul_(scale)
-        weights, lse_chunk = _softmax(score)
-        mix = torch.bmm(weights.mT, values, out=scratch("mix", (len(values), *keys.shape)))
+        chunk_score = torch.mul(_products(values, keys), _rstd(values, eps, r[part]), out=score[part])
+        mix = torch.bmm(chunk_score.softmax(1).mT, values, out=scratch("mix", (len(values), *keys.shape)))
         if gain is not None:
             _normalize(mix[:, 0], gain, norm_eps)
-        _scatter(mix.unbind(1), out_rows)
-        for target, chunk in ((score_rows, score.mT.flatten(1)), (r_rows, r), (lse_rows, lse_chunk)):
-            target.copy_(chunk[: target.shape[1]].t())
-    return outputs, lse, scores, rstd
+        for out_row, row in zip(out_rows, mix[: len(out_rows[0])].unbind(1), strict=True):
+            out_row.copy_(row)
+    tokens = math.prod(lead)
+    lse = score[:tokens].logsumexp(1)
+    return outputs, _by_query(lse, lead), _by_query(score[:tokens], lead), _by_query(r[:tokens].squeeze(2), lead)
 
 
 def attn_res_inter_backward(
@@ -138,9 +133,12 @@ def attn_res_inter_backward(
         accumulate: for each source a gradient `[..., D]` to which its own is added, or None. The sum goes to fresh
             memory: autograd may hand the same gradient to others.
     """
-    keys, gain = _key(queries, key_weights, scores.dtype), _converted(norm_weight, scores.dtype)
-    grads = list(grad_outputs)
-    return _backward(grads, grad_lse, None, sources, keys, gain, scores, rstd, scale, norm_eps, needs_grad, accumulate)
+    keys = _keys(queries, key_weights, scale, scores.dtype)
+    gain = _converted(norm_weight, scores.dtype)
+    dsources, dkeys, dgain = _backward(
+        list(grad_outputs), grad_lse, None, sources, keys, gain, scores, rstd, norm_eps, needs_grad, accumulate
+    )
+    return dsources, dkeys * scale, dgain
 
 
 def _backward(
@@ -152,41 +150,47 @@ def _backward(
     gain: Tensor | None,
     scores: Tensor,
     rstd: Tensor,
-    scale: float,
     norm_eps: float,
     needs_grad: Sequence[bool],
     accumulate: Sequence[Tensor | None],
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """`attn_res_inter_backward`, with gradients of the scores `[S, N, ...]` as well."""
+    """`attn_res_inter_backward`, with gradients of the scores `[S, N, ...]` as well, and `keys` already scaled.
+
+    The softmax does not feel what all sources have in common. Most of it is taken out of the rows, one source of every
+    token from all of them, before they are multiplied: it would only add its rounding to the query's gradient.
+    """
     dsources = [s.new_empty(s.shape if needed else (0,)) for s, needed in zip(sources, needs_grad, strict=True)]
+    wanted = [j for j, needed in enumerate(needs_grad) if needed]
+    existing = {j: old for j in wanted if (old := accumulate[j]) is not None}
     dkeys, dgain = _Total(keys), _Total(gain)
     scratch = _Scratch(scores.dtype)
-    wanted = [j for j, needed in enumerate(needs_grad) if needed]
-    added = [j for j in wanted if accumulate[j] is not None]
-    groups = [sources, grad_outputs, [dsources[j] for j in wanted], _given(*(accumulate[j] for j in added))]
-    stats = [scores.flatten(0, 1), rstd, *_given(grad_lse, None if grad_scores is None else grad_scores.flatten(0, 1))]
-    for (rows, grad_rows, drows, old_rows), (score_rows, r_rows, *dstats) in _chunks(groups, stats):
-        values, grads = _gather(rows, "values", scratch), _gather(grad_rows, "grads", scratch)
-        score = _by_token(score_rows).unflatten(1, (len(keys), len(rows))).mT
-        weights, _ = _softmax(score)
+    score, r = _by_token(scores, sources[0]), _by_token(rstd, sources[0]).unsqueeze(2)
+    weights = score.softmax(1)
+    upstream = _score_gradient(weights, grad_lse, grad_scores, sources[0])
+    on_value = score.mul_(r).mul_(r).div_(-keys.shape[1])
+    groups = (sources, grad_outputs, [dsources[j] for j in wanted], list(existing.values()))
+    for part, rows, grad_rows, drows, old_rows in _chunks(*groups):
+        values, weight = _gather(rows, "values", scratch), weights[part]
+        center = values[:, len(rows) // 2].clone()
+        beside = _gather([*grad_rows, center[: len(rows[0])]], "beside", scratch)
+        grads = beside[:, :-1]
         if gain is not None:
-            mix = torch.bmm(weights[:, :, :1].mT, values).squeeze(1)
+            mix = torch.bmm(weight[:, :, :1].mT, values).squeeze(1)
             grads[:, 0] = _normalize_backward(grads[:, 0], mix, gain, norm_eps, scratch, dgain)
-        center = values.mean(1, keepdim=True)
-        dscore = _softmax_backward(weights, _products(values.sub_(center), grads))
-        if grad_lse is not None:
-            dscore.addcmul_(weights, _by_token(dstats[0]).unsqueeze(1))
-        if grad_scores is not None:
-            dscore.add_(_by_token(dstats[-1]).unflatten(1, (len(keys), len(rows))).mT)
-        on_key, on_value = _score_backward(dscore, score, _by_token(r_rows).unsqueeze(-1), scale, keys.shape[1])
-        dkeys.add(on_key.flatten(0, 1).t() @ values.flatten(0, 1))
-        dkeys.add(on_key.sum(1).t() @ center.squeeze(1))
+        dscore = _softmax_backward(weight, _products(values.sub_(center.unsqueeze(1)), grads))
+        if upstream is not None:
+            dscore += upstream[part]
+        on_key = dscore * r[part]
+        dkeys.add(on_key.flatten(0, 1).t() @ values.flatten(0, 1) + on_key.sum(1).t() @ center)
         if wanted:
-            values.add_(center).mul_(on_value.sum(-1, keepdim=True))
-            values.baddbmm_(weights, grads).baddbmm_(on_key, _per_token(keys, values))
-            for j, old in zip(added, old_rows, strict=True):
-                values[: len(old), j] += old
-            _scatter([values[:, j] for j in wanted], drows)
+            on_center = dscore.mul_(on_value[part]).sum(2, keepdim=True)
+            values.mul_(on_center).baddbmm_(torch.cat([weight, on_center], 2), beside)
+            values.baddbmm_(on_key, keys.expand(len(values), *keys.shape))
+            dvalues = values[: len(rows[0])].unbind(1)
+            for j, old in zip(existing, old_rows, strict=True):
+                dvalues[j].add_(old)
+            for j, drow in zip(wanted, drows, strict=True):
+                drow.copy_(dvalues[j])
     return dsources, dkeys.sum, dgain.sum
 
 
@@ -205,21 +209,20 @@ def attn_res_merge_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Phase 2: `h [..., D]`, the new partial (empty without an update), and `stats [2, ...]`: its score and rstd."""
     compute = compute_dtype(torch.promote_types(output.dtype, partial.dtype))
-    key, gain = _key(query, key_weight, compute), _converted(norm_weight, compute)
+    key, gain = _keys(query, key_weight, scale, compute), _converted(norm_weight, compute)
     h = output.new_empty(output.shape, dtype=out_dtype)
     partial_new = partial.new_empty(0 if update is None else partial.shape)
     stats = output.new_empty((2, *lse.shape), dtype=compute)
+    score, r = stats.view(2, lse.numel(), 1)
+    lse_by_token = lse.reshape(lse.numel(), 1)
     scratch = _Scratch(compute)
     sums = [partial] if update is None else [partial_new, partial, update]
-    for ((h_row, output_row), (row, *added)), (score_row, r_row, lse_row) in _chunks(
-        [[h, output], sums], [stats[:1], stats[1:], lse[None]]
-    ):
+    for part, (h_row, output_row), (row, *added) in _chunks([h, output], sums):
         if added:
             torch.add(*added, out=row)
         value, before = _widen(row, "value", scratch), _widen(output_row, "before", scratch)
-        r_row.copy_(_rstd(value, eps))
-        score_row.copy_(_dot(value, key, scratch)).mul_(r_row).mul_(scale)
-        weight = torch.sigmoid(score_row - lse_row).mT
+        chunk_score = torch.mul(_dot(value, key, scratch), _rstd(value, eps, r[part]), out=score[part])
+        weight = torch.sigmoid(chunk_score - lse_by_token[part])
         mix = torch.lerp(before, value, weight, out=_buffer(h_row, "mix", scratch))
         _store(mix if gain is None else _normalize(mix, gain, norm_eps), h_row)
     return h, partial_new, stats
@@ -241,34 +244,33 @@ def attn_res_merge_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of output, lse, partial and update (one for both), `query * key_weight [D]` and `norm_weight [D]`."""
     compute = stats.dtype
-    key, gain = _key(query, key_weight, compute), _converted(norm_weight, compute)
-    doutput, dlse = output.new_empty(output.shape), torch.empty_like(lse, memory_format=torch.contiguous_format)
-    dpartial = partial_new.new_empty(partial_new.shape)
+    key, gain = _keys(query, key_weight, scale, compute), _converted(norm_weight, compute)
+    doutput, dpartial = output.new_empty(output.shape), partial_new.new_empty(partial_new.shape)
+    dscore_by_token = stats.new_empty(lse.numel(), 1)
+    score, r = stats.view(2, lse.numel(), 1)
+    advance = score - lse.reshape(lse.numel(), 1)
+    weights, rests = torch.sigmoid(advance), torch.sigmoid(-advance)
+    on_value = (score * r).mul_(r).div_(-key.numel())
     dkey, dgain = _Total(key), _Total(gain)
     scratch = _Scratch(compute)
-    groups = [[output, partial_new, grad_h, doutput, dpartial], [] if grad_partial is None else [grad_partial]]
-    for ((output_row, row, grad_row, doutput_row, dpartial_row), passed), (
-        score_row,
-        r_row,
-        lse_row,
-        dlse_row,
-    ) in _chunks(groups, [stats[:1], stats[1:], lse[None], dlse[None]]):
+    passed = [] if grad_partial is None else [grad_partial]
+    for part, (output_row, row, grad_row), (doutput_row, dpartial_row), passed_row in _chunks(
+        [output, partial_new, grad_h], [doutput, dpartial], passed
+    ):
         value, before = _widen(row, "value", scratch), _widen(output_row, "before", scratch)
-        grad = _widen(grad_row, "grad", scratch)
-        weight, rest = torch.sigmoid(score_row - lse_row), torch.sigmoid(lse_row - score_row)
+        grad, weight, rest = _widen(grad_row, "grad", scratch), weights[part], rests[part]
         if gain is not None:
-            mix = torch.lerp(before, value, weight.mT, out=scratch("mix", row.shape))
+            mix = torch.lerp(before, value, weight, out=scratch("mix", row.shape))
             grad = _normalize_backward(grad, mix, gain, norm_eps, scratch, dgain)
         difference = torch.sub(value, before, out=scratch("before", row.shape))
-        dscore = (weight * rest).mul_(_dot(grad, difference, scratch))
-        dlse_row.copy_(dscore).neg_()
-        _store(torch.mul(grad, rest.mT, out=_buffer(doutput_row, "product", scratch)), doutput_row)
-        on_key, on_value = _score_backward(dscore, score_row, r_row, scale, key.numel())
-        dkey.add(torch.mul(value, on_key.mT, out=scratch("product", row.shape)).sum(0))
-        total = torch.mul(grad, weight.mT, out=_buffer(dpartial_row, "product", scratch))
-        total.addcmul_(key, on_key.mT).addcmul_(value, on_value.mT)
-        _store(total.add_(passed[0]) if passed else total, dpartial_row)
-    return doutput, dlse, dpartial, dkey.sum, dgain.sum
+        dscore = torch.mul(weight * rest, _dot(grad, difference, scratch), out=dscore_by_token[part])
+        _store(torch.mul(grad, rest, out=_buffer(doutput_row, "product", scratch)), doutput_row)
+        on_key = dscore * r[part]
+        dkey.add(torch.mul(value, on_key, out=scratch("product", row.shape)).sum(0))
+        total = torch.mul(grad, weight, out=_buffer(dpartial_row, "product", scratch))
+        total.addcmul_(key, on_key).addcmul_(value, dscore * on_value[part])
+        _store(total.add_(passed_row[0]) if passed else total, dpartial_row)
+    return doutput, dscore_by_token.neg_().view(lse.shape).to(lse.dtype), dpartial, dkey.sum * scale, dgain.sum
 
 
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -313,7 +315,8 @@ class _Total:
 
     def __init__(self, parameter: Tensor | None) -> None:
         self._dtype = torch.float32 if parameter is None else parameter.dtype
-        self._total = torch.zeros(0 if parameter is None else parameter.shape, dtype=torch.float64, device="cpu")
+        shape = (0,) if parameter is None else parameter.shape
+        self._total = torch.zeros(shape, dtype=torch.float64, device="cpu")
 
     def add(self, chunk: Tensor) -> None:
         self._total.add_(chunk)
@@ -323,28 +326,34 @@ class _Total:
         return self._total.to(self._dtype)
 
 
-def _chunks(groups: Sequence[Sequence[Tensor]], stats: Sequence[Tensor]) -> Iterator[tuple[list, list[Tensor]]]:
-    """Cut groups of tensors `[..., D]` and tensors `[K, ...]` into rows `[C, D]` and `[K, C]` of the same tokens."""
+def _chunks(*groups: Sequence[Tensor], start: int = 0) -> Iterator[tuple]:
+    """Cut groups of tensors `[..., D]` into rows `[C, D]`, beginning at token `start`.
+
+    Yields the chunk's place among all tokens as a slice, then each group's rows. A chunk has two tokens or more; only
+    where there is no second one the slice is two long and the rows are one, see `_tokens`.
+    """
     *lead, width = groups[0][0].shape
     tokens = math.prod(lead)
     if tokens == 0:
         return
     if not all(_has_one_stride(t) for group in groups for t in group):
         for i in range(lead[0]):
-            yield from _chunks([[t[i] for t in group] for group in groups], [s[:, i] for s in stats])
+            inner = [[t[i] for t in group] for group in groups]
+            yield from _chunks(*inner, start=start + i * tokens // lead[0])
         return
-    size = _chunk_size(tokens, width * sum(map(len, groups)))
-    rows = [[t.view(tokens, width).split(size) for t in group] for group in groups]
-    columns = [s.reshape(s.shape[0], tokens).split(size, 1) for s in stats]
-    for i in range(math.ceil(tokens / size)):
-        yield [[row[i] for row in group] for group in rows], [column[i] for column in columns]
+    sizes = _chunk_sizes(tokens, width, [t.element_size() for group in groups for t in group])
+    split = [[t.view(tokens, width).split(sizes) for t in group] for group in groups]
+    for i, size in enumerate(sizes):
+        yield slice(start, start + max(size, 2)), *([rows[i] for rows in group] for group in split)
+        start += size
 
 
-def _chunk_size(tokens: int, elements_per_token: int) -> int:
-    """Tokens of a chunk; the last one may be shorter."""
-    elements = min(_ELEMENTS_PER_THREAD * max(torch.get_num_threads(), 2), tokens * elements_per_token // _CHUNKS)
-    size = max(1, max(elements, _MIN_ELEMENTS) // elements_per_token)
-    return math.ceil(tokens / math.ceil(tokens / size))
+def _chunk_sizes(tokens: int, width: int, element_sizes: Sequence[int]) -> list[int]:
+    """Tokens of each chunk, as even as can be and at least two."""
+    limit = min(_BYTES_PER_THREAD * max(torch.get_num_threads(), 2), tokens * width * sum(element_sizes) // _SHARE)
+    size = max(limit, _MIN_BYTES) // (width * len(element_sizes) * max(4, *element_sizes))
+    count = min(math.ceil(tokens / max(size, 2)), max(tokens // 2, 1))
+    return [tokens // count + (i < tokens % count) for i in range(count)]
 
 
 def _has_one_stride(tensor: Tensor) -> bool:
@@ -352,12 +361,25 @@ def _has_one_stride(tensor: Tensor) -> bool:
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(kept))
 
 
-def _converted(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if parameter is None else parameter.to(dtype)
+def _tokens(lead: Sequence[int]) -> int:
+    """T, but two for a lone token: BLAS runs a batch of one in another way than a batch, with other last bits."""
+    return max(math.prod(lead), 2)
 
 
-def _key(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
+def _by_token(numbers: Tensor, source: Tensor) -> Tensor:
+    """`[T, N]` or `[T, N, S]` from `[N, ...]` or `[S, N, ...]`; zero for a token that is not there, see `_tokens`."""
+    *lead, _ = source.shape
+    count = numbers.dim() - len(lead)
+    turned = numbers.reshape(*numbers.shape[:count], math.prod(lead)).permute(*range(count, -1, -1))
+    by_token = numbers.new_zeros((_tokens(lead), *turned.shape[1:]))
+    by_token[: len(turned)] = turned
+    return by_token
+
+
+def _by_query(numbers: Tensor, lead: Sequence[int]) -> Tensor:
+    """The inverse of `_by_token`."""
+    turned = numbers.permute(*reversed(range(numbers.dim()))).clone(memory_format=torch.contiguous_format)
+    return turned.view(*turned.shape[:-1], *lead)
 
 
 def _one(tensor: Tensor | None) -> Tensor | None:
@@ -365,8 +387,24 @@ def _one(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor[None]
 
 
-def _given(*tensors: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
+def _converted(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if parameter is None else parameter.to(dtype)
+
+
+def _keys(queries: Tensor, key_weights: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    keys = queries.to(dtype) * scale
+    return keys if key_weights is None else keys * key_weights.to(dtype)
+
+
+def _gather(rows: Sequence[Tensor], name: str, scratch: _Scratch) -> Tensor:
+    """`[C, K, D]` from K tensors `[C, D]`, with a token of zeros beside a lone one."""
+    tokens, width = rows[0].shape
+    gathered = scratch(name, (max(tokens, 2), len(rows), width))
+    for target, row in zip(gathered[:tokens].unbind(1), rows, strict=True):
+        target.copy_(row)
+    if tokens < 2:
+        gathered[tokens:] = 0
+    return gathered
 
 
 def _widen(rows: Tensor, name: str, scratch: _Scratch) -> Tensor:
@@ -384,58 +422,27 @@ def _store(rows: Tensor, target: Tensor) -> None:
         target.copy_(rows)
 
 
-def _gather(rows: Sequence[Tensor], name: str, scratch: _Scratch) -> Tensor:
-    """`[C, K, D]` from K tensors `[C, D]`; a lone token gets a token of zeros beside it, see `_by_token`."""
-    tokens, width = rows[0].shape
-    gathered = scratch(name, (max(tokens, 2), len(rows), width))
-    for j, row in enumerate(rows):
-        gathered[:tokens, j] = row
-    gathered[tokens:] = 0
-    return gathered
+def _rstd(rows: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """`[C, ..., 1]`: one over the root mean square of each row."""
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, out=out)
+    return norm.square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
 
 
-def _scatter(rows: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for row, target in zip(rows, targets, strict=True):
-        target.copy_(row[: len(target)])
-
-
-def _by_token(columns: Tensor) -> Tensor:
-    """`[C, K]` from `[K, C]`, of two tokens at least: a batch of one product is not run as a batch, and its last bits
-    would not be those of the same token among others."""
-    rows = columns.t()
-    return rows.contiguous() if len(rows) > 1 else torch.cat([rows, torch.zeros_like(rows)])
-
-
-def _per_token(matrix: Tensor, values: Tensor) -> Tensor:
-    return matrix.expand(len(values), *matrix.shape)
-
-
-def _rstd(rows: Tensor, eps: float) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1).square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
+def _dot(a: Tensor, b: Tensor, scratch: _Scratch) -> Tensor:
+    """`[C, 1]`: row by row `<a, b>`. BLAS would be quicker, but see the head of this file."""
+    return torch.mul(a, b, out=scratch("product", a.shape)).sum(-1, keepdim=True)
 
 
 def _products(values: Tensor, others: Tensor) -> Tensor:
-    """`[C, N, S]`: the products of every row `[C, N, D]` with every row `[C, S, D]` of the same token."""
+    """`[C, N, S]`: every row `[C, N, D]` times every row `[C, S, D]` of its token, or every row `[S, D]`."""
+    others = others.expand(len(values), *others.shape[-2:])
     pieces = zip(values.split(_STRETCH, -1), others.split(_STRETCH, -1), strict=True)
     partial = [torch.bmm(a, b.mT) for a, b in pieces]
     return partial[0] if len(partial) == 1 else torch.stack(partial).sum(0)
 
 
-def _dot(a: Tensor, b: Tensor, scratch: _Scratch) -> Tensor:
-    """Row by row `<a, b>`; BLAS would be quicker, but see the head of this file."""
-    return torch.mul(a, b, out=scratch("product", a.shape)).sum(-1)
-
-
-def _softmax(score: Tensor) -> tuple[Tensor, Tensor]:
-    """Over the sources of `[C, N, S]`: the weights, and the log `[C, S]` of the sum of exponentials."""
-    top = score.amax(1, keepdim=True)
-    weights = (score - top).exp_()
-    total = weights.sum(1, keepdim=True)
-    return weights.div_(total), total.log().add_(top).squeeze(1)
-
-
 def _normalize(mix: Tensor, gain: Tensor, eps: float) -> Tensor:
-    return mix.mul_(_rstd(mix, eps).unsqueeze(-1)).mul_(gain)
+    return mix.mul_(_rstd(mix, eps)).mul_(gain)
 
 
 def _normalize_backward(
@@ -443,10 +450,10 @@ def _normalize_backward(
 ) -> Tensor:
     """The gradient of h, where `y = h / rms(h) * gain` and `grad` is that of y."""
     rstd = _rstd(mix, eps)
-    dgain.add(rstd @ torch.mul(grad, mix, out=scratch("product", mix.shape)))
+    dgain.add(rstd.squeeze(1) @ torch.mul(grad, mix, out=scratch("product", mix.shape)))
     grad = torch.mul(grad, gain, out=scratch("grad", mix.shape))
     along = _dot(grad, mix, scratch).mul_(rstd.pow(3)).div_(mix.shape[-1])
-    return grad.mul_(rstd.unsqueeze(-1)).addcmul_(mix, along.unsqueeze(-1), value=-1)
+    return grad.mul_(rstd).addcmul_(mix, along, value=-1)
 
 
 def _softmax_backward(weights: Tensor, pairs: Tensor) -> Tensor:
@@ -459,8 +466,12 @@ def _softmax_backward(weights: Tensor, pairs: Tensor) -> Tensor:
     return dscore.addcmul_(weights, dscore.sum(1, keepdim=True), value=-1)
 
 
-def _score_backward(dscore: Tensor, score: Tensor, rstd: Tensor, scale: float, width: int) -> tuple[Tensor, Tensor]:
-    """What the key and the source's own rows are multiplied by in the source's gradient."""
-    on_key = (dscore * rstd).mul_(scale)
-    on_value = dscore.mul_(score).mul_(rstd).mul_(rstd).div_(-width)
-    return on_key, on_value
+def _score_gradient(
+    weights: Tensor, grad_lse: Tensor | None, grad_scores: Tensor | None, source: Tensor
+) -> Tensor | None:
+    """What the scores `[T, N, S]` get through the outputs `lse` and `scores`."""
+    through_scores = None if grad_scores is None else _by_token(grad_scores, source)
+    if grad_lse is None:
+        return through_scores
+    through_lse = weights * _by_token(grad_lse, source).unsqueeze(1)
+    return through_lse if through_scores is None else through_lse.add_(through_scores)

@@ -17,8 +17,8 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of two tokens or so, and a short last one, where a test's tensors would fit in one."""
-    monkeypatch.setattr(cpu, "_ELEMENTS_PER_THREAD", 256)
-    monkeypatch.setattr(cpu, "_MIN_ELEMENTS", 256)
+    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1024)
+    monkeypatch.setattr(cpu, "_MIN_BYTES", 1024)
 
 
 def compare(call):

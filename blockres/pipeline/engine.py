@@ -5,6 +5,9 @@ what is missing, where a run would hang or train on wrong gradients.
 """
 
 import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
@@ -54,13 +57,24 @@ ATTRIBUTES = (
     "_stage_meta",
 )
 
+# The methods of a schedule that are overridden.
+SCHEDULE_METHODS = {
+    "_step_microbatches": ("arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs", "loss_kwargs"),
+    "_merge_outputs": ("output_chunks",),
+}
+
 # What a failed step leaves in a schedule (the receives only in those with several stages per rank).
 SCHEDULE_STATE = ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops")
 
 
 def check_engine(stage_class: type = PipelineStage, schedule_class: type = ScheduleInterleaved1F1B) -> None:
     """Raise ImportError where the engine lacks a member that blockres overrides, or has it with other parameters."""
-    complaints = [complaint for name in METHODS if (complaint := _complaint(stage_class, name))]
+    complaints = [
+        complaint
+        for owner, methods in ((stage_class, METHODS), (schedule_class, SCHEDULE_METHODS))
+        for name, parameters in methods.items()
+        if (complaint := _complaint(owner, name, parameters))
+    ]
     for owner, names in ((stage_class, ATTRIBUTES), (schedule_class, SCHEDULE_STATE)):
         assigned = _assigned_by_constructors(owner)
         complaints += [f"{owner.__name__} has no {name}" for name in names if name not in assigned]
@@ -81,11 +95,30 @@ def _assigned_by_constructors(owner: type) -> set[str]:
     }
 
 
-def _complaint(stage_class: type, name: str) -> str | None:
-    method = getattr(stage_class, name, None)
+def _complaint(owner: type, name: str, expected: tuple[str, ...]) -> str | None:
+    method = getattr(owner, name, None)
     if method is None:
-        return f"{stage_class.__name__}.{name} is missing"
+        return f"{owner.__name__}.{name} is missing"
     parameters = tuple(inspect.signature(method).parameters)[1:]
-    if parameters != METHODS[name]:
-        return f"{stage_class.__name__}.{name} takes {parameters}, expected {METHODS[name]}"
+    if parameters != expected:
+        return f"{owner.__name__}.{name} takes {parameters}, expected {expected}"
     return None
+
+
+@contextmanager
+def quiet_schedule_tables() -> Iterator[None]:
+    """While it lasts, the engine does not log all actions of a schedule as an error, unless its logger is set to DEBUG.
+
+    It does so whenever an action raises, in hundreds of lines that bury the exception. The line that names the action
+    stays.
+    """
+    logger = logging.getLogger(ScheduleInterleaved1F1B.__module__)
+
+    def is_short(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or "\n" not in record.getMessage() or logger.isEnabledFor(logging.DEBUG)
+
+    logger.addFilter(is_short)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_short)

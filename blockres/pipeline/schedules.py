@@ -3,17 +3,19 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from blockres.pipeline.engine import SCHEDULE_STATE
+from blockres.pipeline.batches import Batch, Division, ShapeOf, level
+from blockres.pipeline.engine import SCHEDULE_STATE, quiet_schedule_tables
 from blockres.pipeline.routing import BlockRouting, Placement
 from blockres.pipeline.stage import BlockResStage
+from blockres.pipeline.start import Microbatches, StepStart
 from blockres.pipeline.wire import lost_neighbour, post
 
 LossFunction = Callable[..., Tensor]
@@ -82,19 +84,30 @@ def build_schedule(
     stages: Sequence[BlockResStage],
     n_microbatches: int,
     loss_fn: LossFunction | None = None,
+    *,
+    shape_of: ShapeOf | None = None,
     **options: Any,
 ) -> Any:
     """One of `torch.distributed.pipelining`'s schedules over this rank's stages.
 
-    Beyond PyTorch's own, a step that fails leaves neither the stages, the cache nor the schedule half-run behind, the
-    loss of a neighbouring rank is said in words, and `eval` is `evaluate`: PyTorch's does not work where adjacent
-    stages share a rank.
+    Beyond PyTorch's own:
+
+    - Batch and sequence length may differ from step to step, in training and in evaluation. The shapes travel once, at
+      the start of a step, in one small all-reduce.
+    - A batch that does not divide into the microbatches, or that some rank cannot use for another reason, is an error
+      on all ranks before the step begins; the next step is not affected.
+    - `step(…, variable_seq_lengths=row_lengths)` cuts a padded batch to the longest row of each microbatch (`step`).
+    - A step that fails leaves neither the stages, the cache nor the schedule half-run behind, the loss of another rank
+      is said in words, and the engine's table of all actions is logged only for those who debug it.
+    - `eval` is `evaluate`: PyTorch's does not work where adjacent stages share a rank.
 
     Args:
         name: a key of `SCHEDULES`.
         stages: all of this rank's stages, in model order.
         n_microbatches: into which `step` and `eval` divide a batch.
         loss_fn: `(output, target) -> loss`, a mean over the microbatch; None for a pipeline that only evaluates.
+        shape_of: for inputs that are not `[B, T, …]`: called on the first stage's rank with a microbatch's inputs, as
+            that stage's module is, it gives the shape `(B, T, D)` that a source will have.
         options: passed to the schedule, `scale_grads` for one.
 
     Raises:
@@ -113,7 +126,8 @@ def build_schedule(
     schedule_class = type(base.__name__, (_Careful, base), {"__doc__": base.__doc__})
     first = stages[0] if issubclass(base, PipelineScheduleSingle) else list(stages)
     schedule = schedule_class(first, n_microbatches, loss_fn, **options)
-    schedule.block_stages, schedule.block_microbatches = list(stages), n_microbatches
+    division = Division(n_microbatches, options.get("args_chunk_spec"), options.get("kwargs_chunk_spec"))
+    schedule.block_start = StepStart(list(stages), division, shape_of, needs_target=loss_fn is not None)
     schedule.block_loss_fn = loss_fn
     return schedule
 
@@ -122,68 +136,142 @@ def evaluate(
     stages: Sequence[BlockResStage],
     n_microbatches: int,
     *args: Any,
-    target: Tensor | None = None,
+    target: Any = None,
     loss_fn: LossFunction | None = None,
+    loss_kwargs: dict[str, Any] | None = None,
     losses: list[Tensor] | None = None,
     return_outputs: bool = True,
+    variable_seq_lengths: Tensor | None = None,
+    shape_of: ShapeOf | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """Forward only, without autograd and without a schedule. Called on every rank.
 
-    Works under every placement, also where adjacent stages share a rank.
+    Works under every placement, also where adjacent stages share a rank, and for batches of any size that divides.
 
     Args:
-        args, kwargs: the first stage's input, a whole batch; ignored elsewhere.
-        target, loss_fn, losses: where given, the rank with the last stage fills `losses`, one per microbatch.
+        args: the input of the first stage's module, a whole batch; ignored on other ranks.
+        kwargs: for the modules of all of this rank's stages.
+        target, loss_fn, loss_kwargs, losses: where given, the rank with the last stage fills `losses`, one per
+            microbatch, with `loss_fn(output, target, **loss_kwargs)`.
+        variable_seq_lengths: as in a schedule's `step`.
+        shape_of: as in `build_schedule`.
 
     Returns:
-        The whole batch's output on the rank with the last stage, elsewhere None.
+        The whole batch's output on the rank with the last stage, elsewhere None. Where microbatches had been cut to
+        different lengths, padded with zeros to the longest.
+
+    Raises:
+        ValueError: on all ranks alike, where they were given different settings or one cannot use its batch.
     """
-    inputs, options = _split(args, kwargs, n_microbatches)
-    targets = None if target is None else target.tensor_split(n_microbatches)
-    outputs, found = [], []
-    with _cleaning_up(stages), torch.no_grad():
-        for microbatch, output in _run_forward(stages, inputs, options):
-            if return_outputs:
-                outputs.append(output)
-            if loss_fn is not None and targets is not None:
-                found.append(loss_fn(output, targets[microbatch]))
-    if losses is not None and found:
-        losses[:] = found
-    return torch.cat(outputs) if outputs else None
+    start = StepStart(stages, Division(n_microbatches), shape_of)
+    batch = Batch(args, kwargs, target, variable_seq_lengths)
+    return _evaluate(start, batch, partial(loss_fn, **loss_kwargs or {}) if loss_fn else None, losses, return_outputs)
 
 
 class _Careful:
-    """Mixed into a schedule class: a step cleans up after a failure, and an evaluation works under every placement."""
+    """Mixed into a schedule class: a step begins on all ranks alike, cleans up after a failure, and takes any shape."""
 
-    block_stages: list[BlockResStage]
-    block_microbatches: int
+    block_start: StepStart
     block_loss_fn: LossFunction | None
+    block_microbatches: Microbatches
+    _has_backward: bool
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        variable_seq_lengths: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One training step on a whole batch. Called on every rank.
+
+        Args:
+            args: the input of the first stage's module, needed on its rank only; each batch may have another shape.
+            kwargs: for the modules of all of this rank's stages.
+            target: needed on the last stage's rank only, divided like the input.
+            losses: a list to fill with each microbatch's loss, on the last stage's rank.
+            loss_kwargs: for the loss function, beyond output and target.
+            variable_seq_lengths: `[rows]`, integers, best on the CPU: how much of each row of a batch `[rows, T, …]`
+                that is padded on the right is real, given where the input is. Then every microbatch is cut to its
+                longest row: each tensor `[rows, T, …]` among the inputs and, on the ranks that learn of it, among their
+                `kwargs` and targets. What is not sent is counted in `stage.traffic().saved_bytes`.
+
+                Microbatches now have different numbers of real tokens, so a mean over each would weigh tokens
+                unequally. Let the loss be a sum over real tokens, divided by their number in the whole batch:
+
+                    def loss_fn(output, target, tokens):
+                        logits, target = output.flatten(0, 1), target.flatten()
+                        return cross_entropy(logits, target, ignore_index=-100, reduction="sum") / tokens
+
+                    schedule = build_schedule(…, loss_fn, scale_grads=False)
+                    tokens = (target != -100).sum()
+                    schedule.step(…, target=target, variable_seq_lengths=lengths, loss_kwargs={"tokens": tokens})
+
+                The sum of `losses` is the batch's loss, and gradients are those of the padded batch with its padding
+                masked, wherever a token's output does not depend on the padding after it.
+
+        Returns:
+            On the last stage's rank, unless `return_outputs` is False, the whole batch's output; where microbatches had
+            been cut to different lengths, padded with zeros to the longest.
+
+        Raises:
+            ValueError: on all ranks alike, where they were given different settings or one cannot use its batch.
+        """
         leftovers = [getattr(self, name) for name in SCHEDULE_STATE if hasattr(self, name)]
-        with _cleaning_up(self.block_stages, *leftovers):
-            return super().step(*args, **kwargs)  # type: ignore[misc]
+        batch = Batch(args, kwargs, target, variable_seq_lengths)
+        with (
+            _cleaning_up(self.block_start.stages, *leftovers),
+            quiet_schedule_tables(),
+            self.block_start.step(batch, training=self._has_backward) as self.block_microbatches,
+        ):
+            try:
+                return super().step(  # type: ignore[misc]  # the schedule's
+                    losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs
+                )
+            finally:
+                del self.block_microbatches
 
     def eval(
         self,
         *args: Any,
-        target: Tensor | None = None,
+        target: Any = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        variable_seq_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor | None:
         """`evaluate` with the schedule's microbatches and loss; only the last stage's rank needs `target`."""
-        return evaluate(
-            self.block_stages,
-            self.block_microbatches,
-            *args,
-            target=target,
-            loss_fn=self.block_loss_fn,
-            losses=losses,
-            return_outputs=return_outputs,
-            **kwargs,
-        )
+        batch = Batch(args, kwargs, target, variable_seq_lengths)
+        loss_fn = partial(self.block_loss_fn, **loss_kwargs or {}) if self.block_loss_fn else None
+        return _evaluate(self.block_start, batch, loss_fn, losses, return_outputs)
+
+    def _step_microbatches(self, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, *args: Any, **kwargs: Any) -> None:
+        """The engine's loop, over microbatches that were divided when the step began."""
+        mine = self.block_microbatches
+        super()._step_microbatches(mine.args, mine.kwargs, mine.targets, *args, **kwargs)  # type: ignore[misc]
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        return super()._merge_outputs(level(output_chunks))  # type: ignore[misc]
+
+
+def _evaluate(
+    start: StepStart, batch: Batch, loss_fn: LossFunction | None, losses: list[Tensor] | None, return_outputs: bool
+) -> Tensor | None:
+    outputs, found = [], []
+    with _cleaning_up(start.stages), torch.no_grad(), start.step(batch, training=False) as microbatches:
+        for microbatch, output in _run_forward(start.stages, microbatches):
+            if return_outputs:
+                outputs.append(output)
+            if loss_fn is not None and microbatches.targets is not None:
+                found.append(loss_fn(output, microbatches.targets[microbatch]))
+    if losses is not None and found:
+        losses[:] = found
+    return torch.cat(list(level(outputs))) if outputs else None
 
 
 @contextmanager
@@ -204,15 +292,14 @@ def _cleaning_up(stages: Sequence[BlockResStage], *leftovers: Any) -> Iterator[N
         raise
 
 
-def _run_forward(
-    stages: Sequence[BlockResStage], inputs: Sequence[tuple[Any, ...]], options: Sequence[dict[str, Any]]
-) -> Iterator[tuple[int, Tensor]]:
+def _run_forward(stages: Sequence[BlockResStage], microbatches: Microbatches) -> Iterator[tuple[int, Tensor]]:
     """The model's outputs by microbatch, on the rank that has them."""
+    inputs = microbatches.inputs
     by_index = {stage.stage_index: stage for stage in stages}
     arriving: dict[tuple[int, int], list[Work]] = {}
     leaving: list[Work] = []
     for stage in stages:
-        stage.begin_evaluation(len(inputs))
+        stage.begin_evaluation()
     for action in forward_order(stages[0].routing, len(inputs))[stages[0].group_rank]:
         stage, microbatch = by_index[action.stage], action.microbatch
         if action.kind == "receive":
@@ -220,7 +307,7 @@ def _run_forward(
             continue
         for work in arriving.pop((action.stage, microbatch), []):
             work.wait()
-        output = stage.forward_one_chunk(microbatch, inputs[microbatch], options[microbatch], save_forward_output=False)
+        output = stage.forward_one_chunk(microbatch, *inputs[microbatch], save_forward_output=False)
         if stage.is_last:
             yield microbatch, output
         elif action.stage + 1 in by_index:
@@ -263,14 +350,6 @@ def forward_order(routing: BlockRouting, n_microbatches: int) -> list[list[Forwa
                 orders[routing.rank_of(stage + 1)].append(ForwardAction("receive", stage + 1, done[stage]))
             done[stage] += 1
     return orders
-
-
-def _split(
-    args: tuple[Any, ...], kwargs: dict[str, Any], n_microbatches: int
-) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
-    if not args and not kwargs:
-        return [()] * n_microbatches, [{}] * n_microbatches
-    return split_args_kwargs_into_chunks(args, kwargs, n_microbatches)
 
 
 def _neighbours(stages: Sequence[BlockResStage]) -> str:

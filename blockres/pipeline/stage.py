@@ -13,6 +13,7 @@ are they detached in place. The gradient of a received source is the stage's own
 sent onward, plus the deposits; that of a cached one is deposited. Sums are formed in float32 and cast once.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
+from blockres.pipeline.batches import Shape, StepShapes
 from blockres.pipeline.cache import BlockCache, add_gradients
 from blockres.pipeline.engine import check_engine
 from blockres.pipeline.plan import PARTIAL, StagePlan
@@ -48,7 +50,8 @@ class BlockResStage(PipelineStage):
         routing: the same on all ranks.
         device: where the stage runs.
         cache: the rank's cache, the same object for all of the rank's stages.
-        microbatch_shape: of a source: `(B, T, D)` for one microbatch.
+        microbatch_shape: of a source: `(B, T, D)` for one microbatch. Under a schedule of `build_schedule` all but D is
+            taken anew from every step's batch; under one of PyTorch's own it holds until `set_microbatch_shape`.
         dtype: of the sources and the partial sum in the model.
         pipeline_dtype: of every floating tensor on the wire, in both directions; default: `dtype`.
         group: the pipeline's ranks; default: the world.
@@ -56,6 +59,7 @@ class BlockResStage(PipelineStage):
             stops the host, so by default only the first step of training and of evaluation is checked.
 
     Attributes:
+        step_shapes: of the step that is running, where its schedule has exchanged them.
         extra_settings: by name, whatever else must be the same on all ranks; compared with the stage's own settings
             before the first step (values that JSON can express).
 
@@ -97,6 +101,7 @@ class BlockResStage(PipelineStage):
         self._runtime_validate = False
         self.routing, self.cache = routing, cache
         self.microbatch_shape = tuple(microbatch_shape)
+        self.step_shapes: StepShapes | None = None
         self.dtype = dtype
         self.check_headers = check_headers or self.device.type == "cpu"
         self.format = HopFormat(dtype, pipeline_dtype or dtype)
@@ -111,7 +116,11 @@ class BlockResStage(PipelineStage):
         self._steps_begun = {True: 0, False: 0}
 
     def set_microbatch_shape(self, shape: Sequence[int]) -> None:
-        """Change batch or sequence length from the next step on, training or evaluation; on all ranks alike."""
+        """Change batch or sequence length from the next step on, where the schedule is one of PyTorch's own.
+
+        Training or evaluation, on all ranks alike. A batch that does not fit is an error on the first stage's rank,
+        and on the others once that rank ends or sends another step's hops.
+        """
         self.microbatch_shape = tuple(shape)
 
     def traffic(self) -> Traffic:
@@ -131,8 +140,15 @@ class BlockResStage(PipelineStage):
 
     # The start of a pipeline and of a step.
 
+    def agree_on_settings(self, n_microbatches: int) -> None:
+        """Compare this rank's settings with all others': a collective, which a rank's first stage enters for all.
+
+        Raises:
+            ValueError: with the same message on all ranks, where one was given other settings.
+        """
+        self._agree(self._settings() | {"microbatches in this step": n_microbatches})
+
     def _agree(self, settings: dict[str, Any]) -> None:
-        """Compare this rank's settings with all others': a collective, which a rank's first stage enters for all."""
         if self.plan.is_first_on_rank:
             agree(settings, self.group, self.device)
 
@@ -182,11 +198,10 @@ class BlockResStage(PipelineStage):
         self.start_over()
         self._steps_begun[self.has_backward] += 1
 
-    def begin_evaluation(self, n_microbatches: int) -> None:
+    def begin_evaluation(self) -> None:
         """What a schedule does at the start of a forward-only step; for those that run stages without one."""
         self.has_backward = False
         self.clear_runtime_states()
-        self._agree(self._settings() | {"microbatches in this step": n_microbatches})
 
     def finish_sends(self) -> None:
         """Wait for what this stage has sent."""
@@ -199,7 +214,7 @@ class BlockResStage(PipelineStage):
             return []
         units = len(self.plan.received)
         header = torch.empty(Header.length(units), dtype=torch.int64, device=self.device)
-        hop = self.format.receive([self.microbatch_shape] * units, self.device)
+        hop = self.format.receive([self._shape(fwd_chunk_id)] * units, self.device)
         self._state.receiving[fwd_chunk_id] = (header, hop)
         return self._links[self.stage_index - 1].receive_operations([header, *hop.messages])
 
@@ -232,7 +247,8 @@ class BlockResStage(PipelineStage):
         payload, wants = self._state.outgoing.pop(fwd_chunk_id)
         header = self._header(fwd_chunk_id, self.stage_index, self.plan.sent, wants).encode(self.device)
         messages = self.format.messages(payload)
-        self._traffic = self._traffic.sent_forward(len(payload), messages, header)
+        saved = self._saved_bytes(fwd_chunk_id, len(payload))
+        self._traffic = self._traffic.sent_forward(len(payload), messages, header, saved)
         return self._dispatch(self.stage_index + 1, [header, *messages], fwd_chunk_id)
 
     def _take_inputs(self, microbatch: int) -> dict[int, Tensor]:
@@ -272,12 +288,13 @@ class BlockResStage(PipelineStage):
 
     def _header(self, microbatch: int, stage: int, units: Sequence[int], wants: Sequence[bool]) -> Header:
         return Header(
+            step=sum(self._steps_begun.values()),
             microbatch=microbatch,
             sending_stage=stage,
             sources_in_hop=len(units) - (PARTIAL in units),
             sources_that_exist=self.routing.num_sources(stage + 1),
             has_partial=int(PARTIAL in units),
-            elements=len(units) * torch.Size(self.microbatch_shape).numel(),
+            elements=len(units) * math.prod(self._shape(microbatch)),
             wants_gradient=tuple(wants),
         )
 
@@ -285,7 +302,7 @@ class BlockResStage(PipelineStage):
         return tuple(leaves[source] for source in range(self.plan.sources_in)), leaves.get(PARTIAL)
 
     def _hand_on(self, microbatch: int, leaves: dict[int, Tensor], output: Any) -> tuple[Tensor, ...]:
-        units = self._outputs_by_unit(leaves, output)
+        units = self._outputs_by_unit(microbatch, leaves, output)
         for source in self.plan.kept_produced:
             self.cache.put(microbatch, source, units[source] if self.has_backward else units[source].detach())
         payload = tuple(units[unit] for unit in self.plan.sent)
@@ -298,7 +315,7 @@ class BlockResStage(PipelineStage):
         self._state.outgoing[microbatch] = ([tensor.detach() for tensor in payload], wants)
         return ()
 
-    def _outputs_by_unit(self, leaves: dict[int, Tensor], output: Any) -> dict[int, Tensor]:
+    def _outputs_by_unit(self, microbatch: int, leaves: dict[int, Tensor], output: Any) -> dict[int, Tensor]:
         """The stage's outputs by source number; for those that came in, the leaves, past which no gradient goes."""
         sources, partial = self._check_form(output)
         came_in = {source: leaf for source, leaf in leaves.items() if source != PARTIAL}
@@ -312,7 +329,7 @@ class BlockResStage(PipelineStage):
         if partial is not None:
             units[PARTIAL] = partial
         for unit, tensor in units.items():
-            self._check_tensor(unit, tensor)
+            self._check_tensor(microbatch, unit, tensor)
         return units
 
     def _check_form(self, output: Any) -> tuple[Sequence[Tensor], Tensor | None]:
@@ -335,17 +352,22 @@ class BlockResStage(PipelineStage):
             )
         return sources, partial
 
-    def _check_tensor(self, unit: int, tensor: Tensor) -> None:
-        for what, got, want in (
-            ("shape", tuple(tensor.shape), self.microbatch_shape),
-            ("dtype", tensor.dtype, self.dtype),
-            ("device type", tensor.device.type, self.device.type),
+    def _check_tensor(self, microbatch: int, unit: int, tensor: Tensor) -> None:
+        for what, got, want, advice in (
+            ("shape", tuple(tensor.shape), self._shape(microbatch), self._advice_on_shapes()),
+            ("dtype", tensor.dtype, self.dtype, ""),
+            ("device type", tensor.device.type, self.device.type, ""),
         ):
             if got != want:
                 name = "the partial sum" if unit == PARTIAL else f"source {unit}"
                 raise ValueError(
-                    f"stage {self.stage_index} returned {name} with {what} {got}, it was set up for {want}"
+                    f"stage {self.stage_index} returned {name} with {what} {got}, it was set up for {want}{advice}"
                 )
+
+    def _advice_on_shapes(self) -> str:
+        if self.step_shapes is None:
+            return "; a schedule of build_schedule takes another shape from the batch, set_microbatch_shape sets it"
+        return "; where inputs are not [B, T, …], say with shape_of which shape a source has" if self.is_first else ""
 
     def _announce(self, wants: tuple[bool, ...]) -> None:
         """Where receivers do not look at headers, they go by the gradient flags that they saw last."""
@@ -385,7 +407,7 @@ class BlockResStage(PipelineStage):
         if not self.has_backward or self.is_last:
             return []
         wanted = self._state.flights[bwd_chunk_id].wanted
-        hop = self.format.receive([self.microbatch_shape] * len(wanted), self.device)
+        hop = self.format.receive([self._shape(bwd_chunk_id)] * len(wanted), self.device)
         self._state.receiving_gradients[bwd_chunk_id] = hop
         return self._links[self.stage_index + 1].receive_operations(hop.messages)
 
@@ -438,9 +460,11 @@ class BlockResStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
             return []
-        gradients = [self._zero() if gradient is None else gradient for gradient in self.bwd_cache.pop(bwd_chunk_id)]
+        found = self.bwd_cache.pop(bwd_chunk_id)
+        gradients = [self._zero(bwd_chunk_id) if gradient is None else gradient for gradient in found]
         messages = self.format.messages(gradients)
-        self._traffic = self._traffic.sent_backward(len(gradients), messages)
+        saved = self._saved_bytes(bwd_chunk_id, len(gradients))
+        self._traffic = self._traffic.sent_backward(len(gradients), messages, saved)
         return self._dispatch(self.stage_index - 1, messages)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -486,8 +510,16 @@ class BlockResStage(PipelineStage):
     def _collect(self, microbatch: int, source: int) -> Tensor | None:
         return self.cache.collect(microbatch, source, expected=self.plan.deposits[source])
 
-    def _zero(self) -> Tensor:
-        return torch.zeros(self.microbatch_shape, dtype=self.format.wire_dtype, device=self.device)
+    def _zero(self, microbatch: int) -> Tensor:
+        return torch.zeros(self._shape(microbatch), dtype=self.format.wire_dtype, device=self.device)
+
+    def _shape(self, microbatch: int) -> Shape:
+        return self.microbatch_shape if self.step_shapes is None else self.step_shapes.by_microbatch[microbatch]
+
+    def _saved_bytes(self, microbatch: int, units: int) -> int:
+        """Of the payload of a hop of so many tensors, what would have been padding."""
+        padding = 0 if self.step_shapes is None else self.step_shapes.padding(microbatch)
+        return units * padding * self.format.wire_dtype.itemsize
 
     def _dispatch(self, stage: int, messages: Sequence[Tensor], microbatch: int | None = None) -> list[dist.P2POp]:
         """Send to a neighbour; what is returned is left to the schedule to send."""

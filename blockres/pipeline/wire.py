@@ -67,6 +67,7 @@ class Header(NamedTuple):
     `wants_gradient` has one flag per tensor of the hop: only for those a gradient travels back.
     """
 
+    step: int
     microbatch: int
     sending_stage: int
     sources_in_hop: int
@@ -170,7 +171,8 @@ class Traffic:
     """What a stage has sent since it was built or since `reset_traffic`.
 
     Forward goes to the next stage, backward to the one before. A unit is one tensor `[B, T, D]`; bytes are those of the
-    payload, headers are counted apart.
+    payload, headers are counted apart, and so are the bytes of payload that were not sent since microbatches had been
+    cut to their longest row (`variable_seq_lengths`).
     """
 
     forward_hops: int = 0
@@ -180,27 +182,30 @@ class Traffic:
     backward_units: int = 0
     backward_bytes: int = 0
     header_bytes: int = 0
+    saved_bytes: int = 0
 
     @property
     def bytes(self) -> int:
         """All that was sent."""
         return self.forward_bytes + self.backward_bytes + self.header_bytes
 
-    def sent_forward(self, units: int, messages: Sequence[Tensor], header: Tensor) -> "Traffic":
+    def sent_forward(self, units: int, messages: Sequence[Tensor], header: Tensor, saved_bytes: int) -> "Traffic":
         return replace(
             self,
             forward_hops=self.forward_hops + 1,
             forward_units=self.forward_units + units,
             forward_bytes=self.forward_bytes + _bytes(messages),
             header_bytes=self.header_bytes + header.nbytes,
+            saved_bytes=self.saved_bytes + saved_bytes,
         )
 
-    def sent_backward(self, units: int, messages: Sequence[Tensor]) -> "Traffic":
+    def sent_backward(self, units: int, messages: Sequence[Tensor], saved_bytes: int) -> "Traffic":
         return replace(
             self,
             backward_hops=self.backward_hops + 1,
             backward_units=self.backward_units + units,
             backward_bytes=self.backward_bytes + _bytes(messages),
+            saved_bytes=self.saved_bytes + saved_bytes,
         )
 
     def __add__(self, other: "Traffic") -> "Traffic":
@@ -218,7 +223,7 @@ def agree(settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: 
     Raises:
         ValueError: with the same message on every rank, naming the first setting that differs and both values.
     """
-    texts = _gather_texts(json.dumps(settings), group, device)
+    texts = gather_texts(json.dumps(settings), group, device)
     expected = json.loads(texts[0])
     for rank, text in enumerate(texts):
         given = json.loads(text)
@@ -237,7 +242,8 @@ def lost_neighbour(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
 
 
-def _gather_texts(text: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
+def gather_texts(text: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
+    """A text from each rank of a group, in order; a collective."""
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     ranks = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]

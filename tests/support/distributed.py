@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -82,6 +83,15 @@ def run_checks(world_size: int, checks: list[Check], timeout: float = 120) -> di
             elif position > len(outcome.values):
                 failures[name].append(f"rank {rank} did not get here")
     return failures
+
+
+def errors_of_all_ranks(run: Callable[[], Any], kind: type[Exception], pattern: str = "") -> list[str]:
+    """Called on all ranks: what `run` raised on each of them. It must raise `kind`, with text that matches."""
+    with pytest.raises(kind, match=pattern) as caught:
+        run()
+    messages: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(messages, str(caught.value))
+    return messages
 
 
 def _run_in_turn(rank: int, names: list[tuple[str, str]]) -> Iterator[str]:

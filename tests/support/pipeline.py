@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     pipeline_dtype: torch.dtype | None = None
     shape: tuple[int, int, int] = (2, 3, 5)
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def routing(self) -> BlockRouting:
@@ -40,6 +41,12 @@ class Case:
     @property
     def batch(self) -> int:
         return self.shape[0] * self.n_microbatches
+
+    @property
+    def unsplit(self) -> "Case":
+        """The same model and batch on one rank: equal for all splits of them."""
+        whole = (sum(self.sublayers_per_stage),)
+        return self.but(schedule="GPipe", pp_size=1, sublayers_per_stage=whole, cache=True, pipeline_dtype=self.dtype)
 
     def but(self, **changes: Any) -> "Case":
         return replace(self, **changes)
@@ -68,10 +75,11 @@ class ToyPart(nn.Module):
         strided: bool = False,
         frozen_below: int = 0,
         autocast: torch.dtype | None = None,
+        causal: bool = False,
     ) -> None:
         super().__init__()
         total, dim = sum(case.sublayers_per_stage), case.shape[-1]
-        self.views, self.strided, self.autocast = views, strided, autocast
+        self.views, self.strided, self.autocast, self.causal = views, strided, autocast, causal
         self.embedding = nn.Embedding(VOCABULARY, dim) if first else None
         self.sublayers = nn.ModuleDict({str(l): nn.Linear(dim, dim) for l in range(start, stop)})
         self.residual = BlockAttnRes(dim, total, case.sublayers_per_block, start=start, stop=stop, final=last)
@@ -82,17 +90,21 @@ class ToyPart(nn.Module):
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(case.dtype) / 2
             parameter.requires_grad_(_depth(name) >= frozen_below)
 
-    def forward(self, inputs: Tensor | Sequence[Tensor], partial: Tensor | None = None) -> Any:
+    def forward(
+        self, inputs: Tensor | Sequence[Tensor], partial: Tensor | None = None, *, shift: Tensor | None = None
+    ) -> Any:
+        """`shift` [B, T] is added to what each sublayer reads."""
         with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
-            return self._run(inputs, partial)
+            return self._run(inputs, partial, shift)
 
-    def _run(self, inputs: Tensor | Sequence[Tensor], partial: Tensor | None) -> Any:
+    def _run(self, inputs: Tensor | Sequence[Tensor], partial: Tensor | None, shift: Tensor | None) -> Any:
         if self.embedding is not None:
             stream = self.residual.stream(self.embedding(inputs))
         else:
             stream = self.residual.stream(sources=inputs, partial=partial)
         for sublayer in self.sublayers.values():
-            stream.write(torch.tanh(sublayer(stream.read())))
+            h = stream.read() if shift is None else stream.read() + shift[..., None]
+            stream.write(torch.tanh(sublayer(h.cumsum(1) if self.causal else h)))
         if self.head is not None:
             return self.head(stream.read())
         sources, partial = stream.state()
@@ -130,7 +142,12 @@ def whole_model(case: Case) -> ToyPart:
 
 
 def reference(case: Case, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss and all gradients of the unsplit model; by the name of the parameter."""
+    """The mean loss and all gradients of the unsplit model; by the name of the parameter. Not to be written to."""
+    return _reference(case.unsplit, seed)
+
+
+@lru_cache
+def _reference(case: Case, seed: int) -> tuple[float, dict[str, Tensor]]:
     model = whole_model(case)
     inputs, target = batch_of(case, seed)
     microbatches = zip(inputs.chunk(case.n_microbatches), target.chunk(case.n_microbatches), strict=True)
@@ -149,6 +166,7 @@ class Pipeline:
     stages: list[BlockResStage]
     schedule: Any
     cache: BlockCache
+    loss_fn: Callable[..., Tensor] = loss_fn
 
     def step(self, seed: int = 0, **options: Any) -> list[float]:
         """A training step; the losses where the last stage is."""
@@ -164,6 +182,10 @@ class Pipeline:
         args = (inputs,) if self.stages[0].is_first else ()
         self.schedule.eval(*args, target=target, losses=losses, return_outputs=False)
         return [loss.item() for loss in losses]
+
+    def zero_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
         named = [pair for stage in self.stages for pair in stage.submod.named_parameters()]

@@ -12,7 +12,7 @@ What went wrong in other pipelines, and the test that it does not here:
  7. sender and receiver take different dtypes: test_wire, ranks_with_different_settings_all_fail_alike, and
     a_module_that_breaks_the_rules_is_told_so below
  8. a gradient is made in float32 and received in bfloat16: test_wire, everything_on_the_wire_has_the_pipeline_dtype
- 9. shapes are fixed by the first batch: test_evaluation, another_size_can_be_evaluated
+ 9. shapes are fixed by the first batch: test_shapes, sizes_change_from_step_to_step
 10. the peer waits for a gradient that is not wanted: test_wire, no_gradient_travels_to_what_is_frozen
 11. two ranks with two stages each, so one peer for all traffic: test_gradients, test_wire
 12. a send is never waited for: test_wire, every_send_is_waited_for
@@ -25,6 +25,7 @@ What went wrong in other pipelines, and the test that it does not here:
 """
 
 import inspect
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -33,10 +34,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.parallel import DistributedDataParallel
 
-from blockres.pipeline import BlockCache, BlockResStage, BlockRouting, build_schedule
-from blockres.pipeline.engine import METHODS, check_engine
+from blockres.pipeline import SCHEDULES, BlockCache, BlockResStage, BlockRouting, build_schedule
+from blockres.pipeline.engine import METHODS, SCHEDULE_METHODS, check_engine
 from blockres.pipeline.wire import Header
 from tests.support.distributed import Check, Outcome, run_checks, run_ranks
 from tests.support.pipeline import Case, Pipeline, build, largest_error, loss_fn, reference, sent_messages
@@ -123,7 +125,10 @@ def fail_on_rank_one(rank: int, schedule: str, how: str) -> Iterator[int]:
 def test_one_rank_fails_and_all_end(schedule: str, how: str) -> None:
     survivor, failed = run_ranks(2, fail_on_rank_one, schedule, how, timeout=BOUND)
     assert survivor.exit_code == 1
-    assert "pipeline rank 0 lost a neighbour (rank 1) in the middle of a step" in str(survivor.error)
+    if how == "death between steps":
+        assert "pipeline rank 0 lost another rank at the start of a step" in str(survivor.error)
+    else:
+        assert "pipeline rank 0 lost a neighbour (rank 1) in the middle of a step" in str(survivor.error)
     assert survivor.values == [0], "the survivor's cache is empty"
     if how.startswith("death"):
         assert failed.exit_code == -signal.SIGKILL
@@ -226,6 +231,24 @@ def a_failed_loss_leaves_nothing(rank: int) -> None:
         calls = iter(range(1000))
 
 
+def the_table_of_all_actions_is_not_logged_over_the_cause(rank: int) -> None:
+    logger, records = logging.getLogger("torch.distributed.pipelining.schedules"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    for level, tables in ((logging.WARNING, 0), (logging.DEBUG, 1)):
+        records.clear()
+        logger.setLevel(level)
+        pipeline = build(ONE_RANK, rank)
+        strike(pipeline, "forward")
+        with pytest.raises(ArithmeticError):
+            pipeline.step()
+        errors = [record.getMessage() for record in records if record.levelno == logging.ERROR]
+        assert sum("\n" in error for error in errors) == tables
+        assert "when running action 1F1" in errors[0]
+        assert not logger.filters
+
+
 def _check_clean(pipeline: Pipeline, siblings: bool = True) -> None:
     assert len(pipeline.cache) == 0
     for stage in pipeline.stages if siblings else pipeline.stages[-1:]:
@@ -316,6 +339,7 @@ CHECKS: dict[int, list[Check]] = {
     1: [
         a_failed_step_leaves_nothing_and_the_next_is_right,
         a_failed_loss_leaves_nothing,
+        the_table_of_all_actions_is_not_logged_over_the_cause,
         a_missing_deposit_is_an_error,
         a_module_that_breaks_the_rules_is_told_so,
         stages_that_do_not_fit_are_refused,
@@ -340,6 +364,10 @@ def test_the_engine_has_what_is_overridden() -> None:
     own = {name for name, member in vars(BlockResStage).items() if inspect.isfunction(member)}
     overridden = {name for name in own if hasattr(PipelineStage, name)} - {"__init__"}
     assert overridden <= set(METHODS), "every overridden member is checked on import"
+    for name in SCHEDULES:
+        for method, parameters in SCHEDULE_METHODS.items():
+            found = inspect.signature(getattr(get_schedule_class(name), method)).parameters
+            assert tuple(found)[1:] == parameters, name
 
 
 def test_another_engine_is_refused_with_what_is_missing() -> None:
@@ -352,5 +380,5 @@ def test_another_engine_is_refused_with_what_is_missing() -> None:
     with pytest.raises(ImportError, match=r"tested with torch 2.13.x .* Changed.get_fwd_recv_ops is missing") as caught:
         check_engine(Changed)
     assert "Changed.backward_one_chunk takes ('chunk',), expected ('bwd_chunk_id', 'loss'" in str(caught.value)
-    with pytest.raises(ImportError, match="object has no _internal_losses"):
+    with pytest.raises(ImportError, match=r"object\._step_microbatches is missing.* object has no _internal_losses"):
         check_engine(schedule_class=object)

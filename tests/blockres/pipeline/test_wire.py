@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blockres.pipeline.wire import Header, HopFormat, agree
-from tests.support.distributed import Check, run_checks
+from tests.support.distributed import Check, errors_of_all_ranks, run_checks
 from tests.support.pipeline import Case, Pipeline, Sent, build, largest_error, reference, sent_messages
 
 LOOP = Case("Interleaved1F1B", 2, (2, 3, 1, 2), 2, 4)
@@ -271,7 +271,7 @@ def ranks_with_different_settings_all_fail_alike(rank: int) -> None:
         "number of microbatches": LOOP.but(n_microbatches=6),
     }.items():
         pipeline = build(LOOP if rank == 0 else case, rank)
-        messages = _errors_of_all_ranks(pipeline.step, ValueError)
+        messages = errors_of_all_ranks(pipeline.step, ValueError)
         assert messages[0] == messages[1]
         assert f"different settings: {field} is" in messages[0], messages[0]
         assert "on rank 0 and" in messages[0]
@@ -281,25 +281,16 @@ def other_settings_can_be_agreed_on_too(rank: int) -> None:
     pipeline = build(LOOP, rank)
     for stage in pipeline.stages:
         stage.extra_settings["seed of the data"] = rank
-    messages = _errors_of_all_ranks(pipeline.step, ValueError)
+    messages = errors_of_all_ranks(pipeline.step, ValueError)
     assert messages[0] == messages[1]
     assert "seed of the data is 0 on rank 0 and 1 on rank 1" in messages[0]
 
 
 def training_against_evaluation_is_a_mismatch(rank: int) -> None:
     pipeline = build(LOOP, rank)
-    messages = _errors_of_all_ranks(pipeline.step if rank else pipeline.evaluate, ValueError)
+    messages = errors_of_all_ranks(pipeline.step if rank else pipeline.evaluate, ValueError)
     assert messages[0] == messages[1]
     assert "training step is False on rank 0 and True on rank 1" in messages[0]
-
-
-def _errors_of_all_ranks(run: object, kind: type[Exception]) -> list[str]:
-    assert callable(run)
-    with pytest.raises(kind) as caught:
-        run()
-    messages: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(messages, str(caught.value))
-    return messages
 
 
 def agree_returns_where_all_are_equal(rank: int) -> None:
@@ -366,11 +357,17 @@ def test_a_hop_is_copied_only_where_it_must_be() -> None:
 
 
 def test_a_header_survives_the_wire_and_names_what_differs() -> None:
-    header = Header(3, 1, 2, 5, 1, 90, (True, False, True))
+    header = Header(8, 3, 1, 2, 5, 1, 90, (True, False, True))
     tensor = header.encode(torch.device("cpu"))
     assert tensor.shape == (Header.length(3),)
     assert Header.decode(tensor) == header
     header.check(header._replace(wants_gradient=()), 2)
-    for field, number in {"microbatch": 4, "sources_in_hop": 1, "sources_that_exist": 4, "elements": 60}.items():
+    for field, number in {
+        "step": 7,
+        "microbatch": 4,
+        "sources_in_hop": 1,
+        "sources_that_exist": 4,
+        "elements": 60,
+    }.items():
         with pytest.raises(RuntimeError, match=f"stage 2, .* says {field.replace('_', ' ')} = .*, expected {number}"):
             header.check(header._replace(**{field: number}), 2)

@@ -5,6 +5,7 @@ import importlib.util
 import torch
 
 import blockres
+from blockres import ops
 
 assert importlib.util.find_spec("triton") is None
 assert "site-packages" in blockres.__file__, blockres.__file__
@@ -13,4 +14,10 @@ sources = [torch.randn(3, 8) for _ in range(2)]
 out = blockres.attn_res(sources, query)
 out.sum().backward()
 torch.testing.assert_close(out, (sources[0] + sources[1]) / 2)
+try:
+    ops.kernels()
+except RuntimeError as error:
+    assert "Install the version of triton" in str(error), error
+else:
+    raise AssertionError("kernels were found without Triton")
 print(f"blockres {blockres.__version__} without Triton: fine")

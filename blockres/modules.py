@@ -7,12 +7,13 @@ after the last of L sublayers has index L. Source: arXiv:2603.15031, section 3.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from blockres.checks import source_list
 from blockres.functional import attn_res, attn_res_inter, attn_res_inter_chained, attn_res_merge
 
 Norm = nn.RMSNorm | tuple[Tensor, float]
@@ -65,6 +66,7 @@ class AttnRes(nn.Module):
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Aggregate N sources `[..., D]`, see `blockres.attn_res`, with an `nn.RMSNorm` or `(weight, eps)` fused."""
+        sources = source_list(sources)
         norm_weight, norm_eps = _norm_arguments(norm, self.dim, sources[0].dtype)
         return attn_res(
             sources,
@@ -159,7 +161,7 @@ class BlockAttnRes(nn.Module):
         Raises:
             ValueError: where the number of sources, or whether there is a partial, is not what sublayer `start` finds.
         """
-        if (embedding is None) == (sources is None):
+        if (embedding is None) == (sources is None) or (embedding is not None and partial is not None):
             raise ValueError("give either the embedding, or the sources (and the partial, where a block is open)")
         if self.sublayers_per_block is None:
             state = embedding if embedding is not None else partial
@@ -247,7 +249,8 @@ class BlockStream(_Stream):
         """The next sublayer's input `[..., D]`; after the last sublayer, the network's output state.
 
         `norm` (an `nn.RMSNorm` or `(weight, eps)`), the cast to `out_dtype` and the add of what was written last are
-        fused into the aggregation. The results of phase 1 are kept in the `out_dtype` of the block's first read.
+        fused into the aggregation. The results of phase 1 are kept in the `out_dtype` of the block's first read. What
+        is returned may share memory with them: it must not be changed in place.
         """
         aggregation = self._aggregation()
         if self._phase1 is None:
@@ -398,7 +401,8 @@ class _RecomputedOutputs:
                 "sublayers and leave the stream outside, or use recompute=False"
             )
         self._places = {output.data_ptr(): place for place, output in enumerate(outputs)}
-        self._sources = [source.detach() for source in sources]
+        pack, self._unpack = _enclosing_hooks()
+        self._sources = [pack(source.detach()) for source in sources]
         self._arguments, self._settings = arguments, settings
         self._outputs: Tensor | None = None
         assert outputs[0].grad_fn is not None
@@ -407,21 +411,44 @@ class _RecomputedOutputs:
     def instead_of_saving(self, output: Tensor) -> saved_tensors_hooks:
         """A context in which autograd saves a note of `output` where it would save `output`."""
         address, shape = output.data_ptr(), output.shape  # not `output`: autograd keeps the hooks, and what they hold
-        place = self._places[address]
+        note = _Note(self._places[address])
+        pack_other, unpack_other = _enclosing_hooks()
 
-        def pack(saved: Tensor) -> Tensor | int:
-            return place if saved.data_ptr() == address and saved.shape == shape else saved
+        def pack(saved: Tensor) -> Any:
+            return note if saved.data_ptr() == address and saved.shape == shape else pack_other(saved)
 
-        return saved_tensors_hooks(pack, lambda kept: self._output(kept) if isinstance(kept, int) else kept)
+        def unpack(kept: Any) -> Tensor:
+            return self._output(kept.place) if isinstance(kept, _Note) else unpack_other(kept)
+
+        return saved_tensors_hooks(pack, unpack)
 
     def _output(self, place: int) -> Tensor:
         if self._outputs is None:
+            sources = [self._unpack(source) for source in self._sources]
             with torch.no_grad():
-                self._outputs, _ = attn_res_inter(self._sources, *self._arguments, **self._settings)
+                self._outputs, _ = attn_res_inter(sources, *self._arguments, **self._settings)
         return self._outputs[place]
 
     def _let_go(self, *_: Any) -> None:
         self._outputs = None
+
+
+class _Note(NamedTuple):
+    """Stands for a phase-1 output among saved tensors."""
+
+    place: int
+
+
+def _enclosing_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The hooks on saved tensors in force here, activation checkpointing's for one.
+
+    Autograd calls the innermost hooks alone, so those of a recomputed block must pass on what they leave be.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
 
 
 class StandardStream(_Stream):
@@ -434,10 +461,11 @@ class StandardStream(_Stream):
     def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """The running sum `[..., D]`, through `norm` where one is given."""
         weight, eps = _norm_arguments(norm, self._residual.dim, self._sum.dtype)
-        out = self._sum
+        out, out_dtype = self._sum, out_dtype or self._sum.dtype
         if weight is not None:
-            out = nn.functional.rms_norm(out, (self._residual.dim,), weight.to(out.dtype), eps)
-        return out if out_dtype is None else out.to(out_dtype)
+            widest = torch.promote_types(torch.promote_types(out.dtype, weight.dtype), out_dtype)
+            out = nn.functional.rms_norm(out.to(widest), (self._residual.dim,), weight.to(widest), eps)
+        return out.to(out_dtype)
 
     def weights(self) -> Tensor:
         """Ones `[1, ...]`: the sum is all that there is to read."""
@@ -467,4 +495,6 @@ def _norm_arguments(norm: Norm | None, dim: int, dtype: torch.dtype) -> tuple[Te
         raise ValueError(
             f"the norm fused into an aggregation has a weight [{dim}], got {norm}; apply it to what read() returns"
         )
-    return norm.weight, torch.finfo(dtype).eps if norm.eps is None else norm.eps
+    # nn.RMSNorm's own default is the epsilon of the dtype that it computes in, float32 for the narrower ones.
+    default = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return norm.weight, default if norm.eps is None else norm.eps

@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from bench.live import LiveStorages
 from blockres import reference
 from blockres.modules import AttnRes, BlockAttnRes
 
@@ -200,6 +201,20 @@ def test_recomputing_phase_1_changes_no_bit(dtype):
     torch.testing.assert_close(recomputed, kept, rtol=0, atol=0)
 
 
+def test_recomputing_leaves_activation_checkpointing_its_savings():
+    """Hooks on saved tensors shadow each other: those that recompute phase 1 must hand on what is not theirs."""
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+    residual, sublayers, norms = network(8, 4)
+    alive, gradients = [], []
+    for residual.recompute in (False, True):
+        with LiveStorages(lambda tensor: tensor.untyped_storage().nbytes() >= TOKENS * DIM * 8) as live:
+            out = checkpoint(residual, embedding, sublayers, norms[:-1], use_reentrant=False)
+            alive.append(live.count())
+        gradients.append(torch.autograd.grad((out * out).sum(), [embedding, *residual.parameters()]))
+    assert alive[0] == alive[1]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_phase_1_outputs_are_kept_only_where_they_are_not_recomputed(recompute):
     residual, sublayers, norms = network(8, 4, recompute=recompute)
@@ -227,7 +242,7 @@ def test_recomputed_outputs_are_let_go_with_their_block():
     sources[0].register_hook(lambda _: held.append(recomputed._outputs is not None))
     embedding.register_hook(lambda _: held.append(recomputed._outputs is not None))
     partial.sum().backward()
-    assert held[-1] is False
+    assert held == [True, False]  # sources[0] is what phase 1 passed on: its gradient comes before phase 1's backward
     assert recomputed._outputs is None
 
 
@@ -280,6 +295,24 @@ def test_without_gradients_the_stream_reads_the_same():
     torch.testing.assert_close(inferred, with_gradients, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [1, 2, None])
+def test_a_norm_without_eps_has_the_eps_that_it_has_alone(dtype, size):
+    x = 1e-3 * torch.randn(TOKENS, 64, dtype=dtype)
+    norm = nn.RMSNorm(64, dtype=dtype)
+    fused = BlockAttnRes(64, 2, size, dtype=dtype).stream(x).read(norm)
+    torch.testing.assert_close(fused, norm(x))
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_a_norm_is_rounded_once(size):
+    x = torch.randn(TOKENS, DIM, dtype=torch.bfloat16)
+    norm = nn.RMSNorm(DIM, eps=1e-6)
+    nn.init.normal_(norm.weight)
+    fused = BlockAttnRes(DIM, 2, size).stream(x).read(norm, out_dtype=torch.float32)
+    torch.testing.assert_close(fused, norm(x.float()), rtol=1e-6, atol=1e-6)
+
+
 def test_a_second_read_may_ask_for_another_norm():
     residual, sublayers, norms = network(6, 3)
     stream = residual.stream(torch.randn(TOKENS, DIM, dtype=torch.float64))
@@ -316,6 +349,8 @@ def test_forward_with_norms_is_the_stream_with_norms():
         (lambda: BlockAttnRes(8, 4, 2, stop=5), "stop=5"),
         (lambda: BlockAttnRes(8, 4, 2, stop=3, final=True), "final=True with stop=3"),
         (lambda: BlockAttnRes(8, 4, 2).stream(), "either the embedding, or the sources"),
+        (lambda: BlockAttnRes(8, 4, None).stream(torch.ones(8), partial=torch.ones(8)), "either the embedding, or"),
+        (lambda: AttnRes(8)([]), "at least one source"),
         (lambda: BlockAttnRes(8, 4, 2, start=3).stream(torch.ones(1, 8)), "2 sources and a partial, got 1 and no"),
         (lambda: BlockAttnRes(8, 4, None).stream(sources=[torch.ones(1, 8)]), "standard residual stream is rebuilt"),
         (lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 3), "has 4 sublayers, got 3"),

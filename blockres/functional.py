@@ -123,6 +123,11 @@ def attn_res_inter_chained(
     sources, *settings, out_dtype = _inter_arguments(
         sources, queries, key_weights, eps, scale, norm_weight, norm_eps, out_dtype
     )
+    if not (torch.is_grad_enabled() and any(source.requires_grad for source in sources)):
+        outputs, lse, _, _ = ops.attn_res_inter_forward(
+            sources, queries, key_weights, norm_weight, *settings, out_dtype
+        )
+        return outputs.unbind(0), lse.unbind(0), tuple(sources)
     results = ops.ChainedInter.apply(queries, key_weights, norm_weight, tuple(settings), out_dtype, *sources)
     count = queries.shape[0]
     passed = (p if s.requires_grad else s for p, s in zip(results[2 * count :], sources, strict=True))
@@ -174,7 +179,7 @@ def attn_res_merge(
     settings = (eps, scale, checks.numbers(eps, scale, norm_eps, norm_weight))
     out_dtype = checks.result_dtype(out_dtype, output.dtype)
     lse = lse.to(cpu.compute_dtype(torch.promote_types(output.dtype, partial.dtype)))
-    if update is None and partial.requires_grad:
+    if update is None and partial.requires_grad and torch.is_grad_enabled():
         return ops.MergePassing.apply(output, lse, partial, query, key_weight, norm_weight, settings, out_dtype)
     h, partial_new, _ = ops.attn_res_merge_forward(
         output, lse, partial, update, query, key_weight, norm_weight, *settings, out_dtype

@@ -94,6 +94,19 @@ def test_opcheck(name, backend):
     torch.library.opcheck(backward, detached)
 
 
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_compiled_without_gradients(guard, backend):
+    def network(sources, partial, query):
+        outputs, lse, sources = functional.attn_res_inter_chained(sources, query[None])
+        h, partial = functional.attn_res_merge(outputs[0], lse[0], partial, query)
+        return functional.attn_res([*sources, partial], query) + h
+
+    sources = [torch.randn(3, 8, device=backend, requires_grad=True) for _ in range(2)]
+    partial, query = torch.randn(3, 8, device=backend, requires_grad=True), torch.randn(8, device=backend)
+    with guard():
+        assert torch.equal(compiled(network, "compiled")(sources, partial, query), network(sources, partial, query))
+
+
 def test_compiled_to_machine_code():
     """The default backend of torch.compile around an op, once; the other tests stop short of its C++ compiler."""
     torch._dynamo.reset()

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,12 +108,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        query = _heads(self.query(x), self.num_heads)
-        key, value = (_heads(y, self.num_kv_heads) for y in self.key_value(x).chunk(2, dim=-1))
+        query = rearrange(self.query(x), "b t (h d) -> b h t d", h=self.num_heads)
+        key, value = rearrange(self.key_value(x), "b t (kv h d) -> kv b h t d", kv=2, h=self.num_kv_heads)
         mixed = F.scaled_dot_product_attention(
             _rotate(query, rotary), _rotate(key, rotary), value, is_causal=True, enable_gqa=True
         )
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return self.out(rearrange(mixed, "b h t d -> b t (h d)"))
 
 
 class MLP(nn.Module):
@@ -272,10 +273,6 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def _norm_of(sublayer: nn.Module) -> nn.RMSNorm:
     assert isinstance(sublayer, Attention | MLP)
     return sublayer.norm
-
-
-def _heads(x: Tensor, num_heads: int) -> Tensor:
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # [B, H, T, E]
 
 
 def _rotary_table(length: int, config: GPTConfig, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,8 +5,9 @@ Letters: N sources, S queries, T tokens, D hidden size. A *row set* is one `[T, 
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ EPS = 1e-6
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DIRECTIONS = ("forward", "backward")
 
-Inputs = dict[str, Tensor | list[Tensor] | None]
+Inputs = dict[str, Any]  # a tensor by its name, a list of tensors for the sources
 Function = Callable[..., tuple[Tensor, ...]]
 
 
@@ -133,7 +134,7 @@ def make_inputs(
 
     rows = (shape.tokens, shape.dim)
     common = normal(*rows)
-    made = {
+    made: dict[str, Callable[[], Any]] = {
         "sources": lambda: [normal(*rows) + common for _ in range(shape.sources)],
         "output": lambda: normal(*rows),
         "lse": lambda: normal(shape.tokens, mean=1.0, kind=torch.float32),
@@ -151,7 +152,7 @@ def make_inputs(
     return inputs
 
 
-def leaves(inputs: Mapping[str, Tensor | list[Tensor] | None]) -> list[Tensor]:
+def leaves(inputs: Inputs) -> list[Tensor]:
     return [x for value in inputs.values() for x in (value if isinstance(value, list) else [value]) if x is not None]
 
 

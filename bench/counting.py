@@ -17,7 +17,7 @@ kernel is launched with when it is interpreted (16 at the most): `next_prime(TOK
 
 import contextlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,10 +84,10 @@ class Ledger(KernelMode):
 
     def parts(self, dtype: torch.dtype) -> dict[tuple[str, str], float]:
         """Row sets by phase and kernel or operation, the largest first."""
-        parts: Counter = Counter()
+        parts: defaultdict[tuple[str, str], float] = defaultdict(float)
         for entry in self.entries:
             parts[entry.phase, entry.name] += entry.bytes["rows"] / (self.tokens * self.dim * dtype.itemsize)
-        return dict(parts.most_common())
+        return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
     def launches(self, phase: str) -> tuple[int, int]:
         """Launches of kernels, and operations of PyTorch that touch memory, most of which are a launch each."""

@@ -53,7 +53,7 @@ CHECKED = (
 )
 TIMED = ("9x8192x4096x16", "9x8192x7168x16")  # a width that every package takes, then that of the goals
 STACK = "128x16x4096x4096"
-DRY = {"checked": ("3x3x20x2",), "timed": ("2x3x64x2",), "stack": "3x2x3x64"}
+DRY_CHECKED, DRY_TIMED, DRY_STACK = ("3x3x20x2",), ("2x3x64x2",), "3x2x3x64"
 GOALS = {"forward": 0.90, "backward": 0.85}
 ORDER = (
     "blockres",
@@ -316,9 +316,9 @@ def _run(options: argparse.Namespace) -> int:
     run = Run("cpu" if options.dry_run else "cuda", options.budget, options.seconds)
     names = options.implementation or [name for name in ORDER if not options.dry_run or name != "compiled"]
     implementations = _implementations(names)
-    shapes = options.shape or (DRY["timed"] if options.dry_run else TIMED)
-    stack = options.stack or (DRY["stack"] if options.dry_run else STACK)
-    check_operations(run, DRY["checked"] if options.dry_run else CHECKED)
+    shapes = options.shape or (DRY_TIMED if options.dry_run else TIMED)
+    stack = options.stack or (DRY_STACK if options.dry_run else STACK)
+    check_operations(run, DRY_CHECKED if options.dry_run else CHECKED)
     for implementation in implementations:
         time_operations(run, implementation, shapes if implementation.name == "blockres" else shapes[:1])
         time_stacks(run, implementation, stack)

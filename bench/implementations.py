@@ -66,6 +66,7 @@ class Implementation:
             return (finish(out, norm_weight),)
 
         def merge(output, lse, partial, update, query, key_weight, norm_weight):
+            assert self.merge is not None
             fused = norm_weight if self.fuses_norm else None
             h, partial = self.merge(output, lse, partial, update, query, key_weight, fused)
             return finish(h, norm_weight), partial

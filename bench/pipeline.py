@@ -32,9 +32,9 @@ from bench import environment
 from bench.memory import peak_growth
 from bench.simulation import Link, simulate
 from bench.tables import markdown, number
-from blockres.models.gpt import GPT, GPTConfig
+from blockres.models.gpt import GPT, GPTConfig, Residual
 from blockres.pipeline import BlockCache, BlockResStage, BlockRouting, build_schedule, split_sublayers
-from blockres.training.config import DataFlags, ParallelFlags, RunFlags, TrainConfig
+from blockres.training.config import DataFlags, Dtype, ParallelFlags, RunFlags, TrainConfig
 from blockres.training.data import Split, load_corpus
 from blockres.training.trainer import Trainer
 
@@ -48,7 +48,7 @@ class Case:
     variant: str
     pp_size: int
     virtual: int
-    wire: str
+    wire: Dtype
     steps: int = 3
     num_layers: int = 8
     dim: int = 128
@@ -58,7 +58,7 @@ class Case:
     sublayers_per_block: int = 2
 
     def config(self) -> TrainConfig:
-        residual = "standard" if self.variant == "standard" else "block"
+        residual: Residual = "standard" if self.variant == "standard" else "block"
         return TrainConfig(
             run=RunFlags(steps=1 + self.steps, device="cpu"),
             data=DataFlags(sequence_length=self.sequence_length, batch_size=self.batch_size),

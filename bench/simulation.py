@@ -51,7 +51,7 @@ def schedule_order(pp_size: int, virtual: int, microbatches: int) -> tuple[tuple
     schedule = ScheduleInterleaved1F1B([stage] * virtual, microbatches)
     return tuple(
         tuple(
-            (_LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index)
+            (_LETTERS[action.computation_type.name], action.stage_index, action.microbatch_index or 0)
             for action in schedule.pipeline_order[rank]
             if action is not None and action.computation_type.name in _LETTERS
         )

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench import environment
 from bench.interpreted import peer, require_interpreter
@@ -55,7 +56,7 @@ class Count:
         kernels, operations = self.ledger.launches(phase)
         return kernels / self.shape.sublayers, operations / self.shape.sublayers
 
-    def row(self, stack: str) -> dict[str, str | float]:
+    def row(self, stack: str) -> dict[str, Any]:
         """As JSON holds it."""
         phases = {phase: self.per_sublayer(phase) for phase in ("forward", "backward")}
         launches = {f"kernels {phase}": self.launches(phase)[0] for phase in phases}

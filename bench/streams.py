@@ -56,9 +56,9 @@ class Parameters:
             values = torch.randn(shape.dim, generator=generator, device=device) * std + mean
             return nn.Parameter(values.to(dtype))
 
-        self.queries = [leaf(0, shape.dim**-0.5) for _ in range(shape.sublayers + 1)]
-        self.key_weights = [leaf(1, 0.1) for _ in range(shape.sublayers + 1)]
-        self.norms = [leaf(1, 0.1) for _ in range(shape.sublayers)]
+        self.queries: list[Tensor] = [leaf(0, shape.dim**-0.5) for _ in range(shape.sublayers + 1)]
+        self.key_weights: list[Tensor] = [leaf(1, 0.1) for _ in range(shape.sublayers + 1)]
+        self.norms: list[Tensor] = [leaf(1, 0.1) for _ in range(shape.sublayers)]
 
     def by_kind(self, *, norms_only: bool = False) -> dict[str, list[Tensor]]:
         norms = {"norms": list(self.norms)}
@@ -160,7 +160,9 @@ class TwoPhaseStream(_BlockStream):
         self, implementation: Implementation, parameters: Parameters, embedding: Tensor, per_block: int, norm: Norm
     ) -> None:
         super().__init__(parameters, embedding, per_block)
-        self._implementation, self._norm = implementation, norm
+        assert implementation.inter is not None
+        assert implementation.merge is not None
+        self._inter, self._merge, self._norm = implementation.inter, implementation.merge, norm
         self._update: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
         self._lse: tuple[Tensor, ...] = ()
@@ -172,7 +174,7 @@ class TwoPhaseStream(_BlockStream):
             return self._normalised(self._outputs[0], norm_weight)
         queries, key_weights = self._parameters.queries, self._parameters.key_weights
         assert self._partial is not None
-        h, self._partial = self._implementation.merge(
+        h, self._partial = self._merge(
             self._outputs[index],
             self._lse[index],
             self._partial,
@@ -194,7 +196,7 @@ class TwoPhaseStream(_BlockStream):
 
     def _open_block(self) -> None:
         block = slice(self._position, self._position + self._per_block)
-        outputs, lse = self._implementation.inter(
+        outputs, lse = self._inter(
             self._sources,
             torch.stack(self._parameters.queries[block]),
             torch.stack(self._parameters.key_weights[block]),

@@ -17,6 +17,9 @@ Schedule = Literal[
 ]
 
 
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""The schedules that compute the gradients of weights apart from those of inputs."""
+
 NEWEST = Path("newest")
 """As the checkpoint to resume from: the newest that the run's directory has."""
 
@@ -122,7 +125,7 @@ class RunFlags:
         device: cpu or cuda; by default cuda where there is a GPU.
         dtype: of the residual stream and the matrix products; parameters are at least float32.
         activation_checkpointing: keep no activations inside of sublayers, compute them again in the backward.
-        compile: compile every sublayer with torch.compile.
+        compile: compile every sublayer with torch.compile; not with the zero-bubble schedules and DualPipeV.
         nan_policy: what follows a loss or gradient that is not finite: stop, or skip (leave the step out and go on).
         num_threads: CPU threads of each process; by default the machine's cores, shared evenly.
         timeout: seconds that a rank waits for another before it gives up.
@@ -190,6 +193,11 @@ class TrainConfig:
                 f"{num_stages} pipeline stages (ranks × --virtual-stages) need as many sublayers at least, the model "
                 f"has {self.model.num_sublayers}: lower --virtual-stages, or use --num-layers {-(-num_stages // 2)} or "
                 f"more (a layer is two sublayers)"
+            )
+        if self.run.compile and self.parallel.schedule in SPLIT_BACKWARD:
+            raise ValueError(
+                f"--compile does not go with --schedule {self.parallel.schedule}, which runs a backward in two halves: "
+                f"a compiled one runs once. Use Interleaved1F1B, or leave out --compile"
             )
         if not 0 < self.data.validation_fraction < 1:
             raise ValueError(f"--validation-fraction must lie between 0 and 1, got {self.data.validation_fraction}")

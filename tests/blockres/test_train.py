@@ -10,12 +10,15 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from functools import partialmethod
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from blockres import train
+from blockres.models.gpt import MLP, Attention
 from blockres.training.launch import Launch
 from tests.support.command import EXACT, TINY, losses, metrics, ranks, refusals, run_alone, run_ranks
 
@@ -118,6 +121,14 @@ def test_two_stages_in_one_process_follow_the_unsplit_run(tmp_path, unsplit, sch
     assert losses(run) == pytest.approx(unsplit, rel=1e-10)
 
 
+@pytest.mark.parametrize("flags", [["--compile"], ["--activation-checkpointing", "--schedule", "ZBVZeroBubble"]])
+def test_compiled_and_checkpointed_sublayers_follow_the_unsplit_run(tmp_path, unsplit, flags):
+    compile_quickly = partialmethod(nn.Module.compile, backend="aot_eager")
+    with mock.patch.object(Attention, "compile", compile_quickly), mock.patch.object(MLP, "compile", compile_quickly):
+        run = run_alone(tmp_path, *EXACT, *flags)
+    assert losses(run) == pytest.approx(unsplit, rel=1e-10)
+
+
 @pytest.mark.parametrize(
     ("count", "flags"),
     [
@@ -166,6 +177,9 @@ def test_a_bfloat16_wire_trains_almost_as_a_float32_one(tmp_path):
         (["--residual", "dense"], "the flags could not be read"),
         (["--device", "cuda"], "PyTorch sees no GPU"),
         (["--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
+        (["--compile", "--schedule", "InterleavedZeroBubble"], "--compile does not go with --schedule InterleavedZero"),
+        (["--checkpoint-interval", "0"], "--checkpoint-interval must be greater than 0, got 0"),
+        (["--resume", "a", "b"], "the flags could not be read"),
         (["--steps", "0"], "--steps must be greater than 0, got 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -158,3 +158,26 @@ def test_impossible_shapes_are_refused(change, message):
 def test_parts_without_sublayers_are_refused():
     with pytest.raises(ValueError, match="start < stop <= 6, got start=3, stop=3"):
         GPT(GPTConfig(**SMALL), 3, 3)
+
+
+def test_activation_checkpointing_runs_sublayers_twice_and_changes_nothing():
+    config = GPTConfig(**SMALL)
+    tokens, targets = batch(config)
+    runs = []
+
+    def gradients(activation_checkpointing: bool) -> list[Tensor]:
+        model = GPT(config, activation_checkpointing=activation_checkpointing)
+        for index, sublayer in model.sublayers.items():
+            sublayer.register_forward_pre_hook(lambda *_, index=index: runs.append(index))
+        with torch.no_grad():
+            model(tokens)
+        loss = next_token_loss(model(tokens), targets)
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    expected = gradients(False)
+    once = list(map(str, range(config.num_sublayers)))
+    assert runs == once * 2
+    runs.clear()
+    for gradient, wanted in zip(gradients(True), expected, strict=True):
+        assert torch.equal(gradient, wanted)
+    assert runs == once * 2 + once[::-1]

@@ -149,7 +149,8 @@ class BlockResStage(PipelineStage):
         self._agree(self._settings() | {"microbatches in this step": n_microbatches})
 
     def _agree(self, settings: dict[str, Any]) -> None:
-        if self.plan.is_first_on_rank:
+        has_agreed_already = self.step_shapes is not None  # before the shapes were exchanged
+        if self.plan.is_first_on_rank and not has_agreed_already:
             agree(settings, self.group, self.device)
 
     def _settings(self) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def run_checks(world_size: int, checks: list[Check], timeout: float = 120) -> di
     return failures
 
 
-def errors_of_all_ranks(run: Callable[[], Any], kind: type[Exception], pattern: str = "") -> list[str]:
-    """Called on all ranks: what `run` raised on each of them. It must raise `kind`, with text that matches."""
+def errors_of_all_ranks(run: Callable[[], Any], kind: type[Exception], pattern: str | None = None) -> list[str]:
+    """Called on all ranks: what `run` raised on each of them. It must raise `kind`, and its text match a pattern."""
     with pytest.raises(kind, match=pattern) as caught:
         run()
     messages: list[str] = [""] * dist.get_world_size()

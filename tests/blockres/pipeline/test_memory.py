@@ -151,7 +151,7 @@ def _watch_new_block(sent: list[weakref.ref], module: nn.Module, args: object, o
 def wire_buffers_live_from_post_to_use(rank: int) -> None:
     """With bfloat16 on the wire of a float32 model, every bfloat16 tensor is a receive buffer or a wire copy."""
     for case in CASES[3:6]:
-        pipeline = build(case.but(dtype=torch.float32, pipeline_dtype=torch.bfloat16, n_microbatches=8), rank)
+        pipeline = build(case.but(dtype=torch.float32, pipeline_dtype=torch.bfloat16, n_microbatches=6), rank)
         with without_collector(), LiveStorages(lambda tensor: tensor.dtype == torch.bfloat16) as live:
             pipeline.step()
             assert live.count() == 0
@@ -185,7 +185,7 @@ def _comes_in(pipeline: Pipeline, stage: int) -> bool:
 def an_evaluation_holds_as_much_for_many_microbatches(rank: int) -> None:
     for case in (LOOP, LOOP.but(schedule="ZBVZeroBubble"), LOOP.but(cache=False)):
         peaks = []
-        for microbatches in (8, 16):
+        for microbatches in (4, 8):
             pipeline = build(case.but(n_microbatches=microbatches), rank)
             with without_collector(), LiveStorages(of_size(bytes_of_source(case))) as live:
                 pipeline.evaluate()

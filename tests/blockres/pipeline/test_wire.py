@@ -138,7 +138,7 @@ def _tensors(output: object) -> list[Tensor]:
 
 def a_narrow_wire_learns_as_well(rank: int) -> None:
     last = {
-        wire: _train(LOOP.but(dtype=torch.float32, pipeline_dtype=wire, shape=(4, 6, 16)), rank)
+        wire: _train(LOOP.but(dtype=torch.float32, pipeline_dtype=wire, shape=(4, 6, 16), n_microbatches=2), rank)
         for wire in (None, torch.bfloat16)
     }
     if rank == 1:
@@ -147,13 +147,13 @@ def a_narrow_wire_learns_as_well(rank: int) -> None:
 
 def _train(case: Case, rank: int) -> float:
     pipeline = build(case, rank)
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=2e-2)
     losses = []
-    for _ in range(20):
+    for _ in range(12):
         optimizer.zero_grad()
         losses.append(sum(pipeline.step()))
         optimizer.step()
-    assert rank == 0 or losses[-1] < 0.8 * losses[0], "20 steps on one batch must show"
+    assert rank == 0 or losses[-1] < 0.8 * losses[0], "12 steps on one batch must show"
     return losses[-1]
 
 
@@ -189,7 +189,12 @@ def no_gradient_travels_to_what_is_frozen(rank: int) -> None:
     for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         for frozen_below in (1, 2, 4, 7, 9):
             for cache in (True, False):
-                case = LOOP.but(schedule=schedule, model={"frozen_below": frozen_below}, cache=cache)
+                case = LOOP.but(
+                    schedule=schedule,
+                    n_microbatches=4 if schedule == "DualPipeV" else 2,
+                    model={"frozen_below": frozen_below},
+                    cache=cache,
+                )
                 pipeline = build(case, rank)
                 _check_gradients(pipeline)
                 _check_only_trained_units_travel_back(pipeline, frozen_below)

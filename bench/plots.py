@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from bench.tables import number
+
 Row = Mapping[str, Any]
 
 COLORS = {
@@ -157,7 +159,7 @@ def _grouped(axes: Axes, rows: Sequence[Row], labels: Sequence[str], label: Call
         at = [j + (i - (len(names) - 1) / 2) * height for j, text in enumerate(labels) if text in own]
         values = [own[text][value] for text in labels if text in own]
         bars = axes.barh(at, values, height * 0.92, color=color(name), label=name)
-        axes.bar_label(bars, fmt=lambda x: f"{x:.2g}", padding=2, fontsize=7, color="#444444")
+        axes.bar_label(bars, fmt=lambda x: number(x, 2), padding=2, fontsize=7, color="#444444")
     _names_down(axes, labels)
 
 
@@ -196,6 +198,28 @@ def _stacked(axes: Axes, rows: Sequence[Row]) -> None:
         axes.bar_label(bar, [f"{forward + backward:.3g}"], padding=3, fontsize=8)
     axes.margins(x=0.15)
     _names_down(axes, names)
+
+
+def cpu(rows: Sequence[Row], foot: str) -> Figure | None:
+    """Forward and backward of one aggregation on a CPU, and what a second thread brings."""
+    threads = sorted({row["threads"] for row in rows})
+    if not threads:
+        return None
+    title = "One aggregation over 8 sources of width 1024 on a CPU, forward and backward"
+    fig, axes = figure(1, len(threads), (4.6 * len(threads) + 0.8, 3.6), title, foot, sharex=True)
+
+    def label(row: Row) -> str:
+        return f"{row['dtype']}\nT = {row['tokens']}"
+
+    for panel, count in zip(axes[0], threads, strict=True):
+        own = [row for row in rows if row["threads"] == count]
+        _grouped(panel, own, list(dict.fromkeys(map(label, own))), label, "ms")
+        panel.set_xscale("log")
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.set_title(f"{count} thread{'s' if count > 1 else ''}")
+        panel.set_xlabel("ms")
+    _legend(fig, axes[0][0])
+    return fig
 
 
 def counted(rows: Sequence[Row], foot: str) -> Figure | None:

@@ -103,7 +103,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Sequence[Row]], str], tuple[str, ...]]
     ("device", "On a GPU", _plain_table, ()),
     ("stack", "A training stack, counted", _plain_table, ("counted",)),
     ("traffic", "Single calls, counted", _plain_table, ()),
-    ("cpu", "CPU", _plain_table, ()),
+    ("cpu", "CPU", _plain_table, ("cpu",)),
     ("pipeline", "Pipeline", _tables_by_part, ("pipeline_measured", "pipeline")),
     ("learning", "Learning", _plain_table, ("learning",)),
 )

@@ -19,12 +19,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# Bytes of a chunk's rows of all tensors together, in the compute dtype. Per thread at most the L2 cache of a current
-# server core, or its share of the L3; in all at most a twenty-fourth of the tensors, so that the buffers of a chunk add
-# less than five percent to them; but never so little that the calls cost more than the work.
+# Bytes of the buffers of a chunk. Per thread at most the L2 cache of a current server core, or its share of the L3; in
+# all at most this share of the tensors themselves; but never so little that the calls cost more than the work.
 _BYTES_PER_THREAD = 2 << 20
-_SHARE = 24
-_MIN_BYTES = 512 << 10
+_SHARE = 0.04
+_MIN_BYTES = 768 << 10
 # Terms that BLAS adds up one after the other in a product of two rows, whose error grows with their number.
 _STRETCH = 1024
 
@@ -97,7 +96,7 @@ def attn_res_inter_forward(
     score = first.new_empty((_tokens(lead), len(sources), len(keys)), dtype=compute)
     r = first.new_empty((_tokens(lead), len(sources), 1), dtype=compute)
     scratch = _Scratch(compute)
-    for part, rows, out_rows in _chunks(sources, outputs.unbind(0)):
+    for part, rows, out_rows in _chunks(sources, outputs.unbind(0), buffers=len(sources) + len(keys)):
         values = _gather(rows, "values", scratch)
         chunk_score = torch.mul(_products(values, keys), _rstd(values, eps, r[part]), out=score[part])
         mix = torch.bmm(chunk_score.softmax(1).mT, values, out=scratch("mix", (len(values), *keys.shape)))
@@ -169,7 +168,7 @@ def _backward(
     upstream = _score_gradient(weights, grad_lse, grad_scores, sources[0])
     on_value = score.mul_(r).mul_(r).div_(-keys.shape[1])
     groups = (sources, grad_outputs, [dsources[j] for j in wanted], list(existing.values()))
-    for part, rows, grad_rows, drows, old_rows in _chunks(*groups):
+    for part, rows, grad_rows, drows, old_rows in _chunks(*groups, buffers=len(sources) + len(keys) + 2):
         values, weight = _gather(rows, "values", scratch), weights[part]
         center = values[:, len(rows) // 2].clone()
         beside = _gather([*grad_rows, center[: len(rows[0])]], "beside", scratch)
@@ -217,7 +216,7 @@ def attn_res_merge_forward(
     lse_by_token = lse.reshape(lse.numel(), 1)
     scratch = _Scratch(compute)
     sums = [partial] if update is None else [partial_new, partial, update]
-    for part, (h_row, output_row), (row, *added) in _chunks([h, output], sums):
+    for part, (h_row, output_row), (row, *added) in _chunks([h, output], sums, buffers=4):
         if added:
             torch.add(*added, out=row)
         value, before = _widen(row, "value", scratch), _widen(output_row, "before", scratch)
@@ -255,7 +254,7 @@ def attn_res_merge_backward(
     scratch = _Scratch(compute)
     passed = [] if grad_partial is None else [grad_partial]
     for part, (output_row, row, grad_row), (doutput_row, dpartial_row), passed_row in _chunks(
-        [output, partial_new, grad_h], [doutput, dpartial], passed
+        [output, partial_new, grad_h], [doutput, dpartial], passed, buffers=5
     ):
         value, before = _widen(row, "value", scratch), _widen(output_row, "before", scratch)
         grad, weight, rest = _widen(grad_row, "grad", scratch), weights[part], rests[part]
@@ -326,11 +325,14 @@ class _Total:
         return self._total.to(self._dtype)
 
 
-def _chunks(*groups: Sequence[Tensor], start: int = 0) -> Iterator[tuple]:
+def _chunks(*groups: Sequence[Tensor], buffers: int, start: int = 0) -> Iterator[tuple]:
     """Cut groups of tensors `[..., D]` into rows `[C, D]`, beginning at token `start`.
 
     Yields the chunk's place among all tokens as a slice, then each group's rows. A chunk has two tokens or more; only
     where there is no second one the slice is two long and the rows are one, see `_tokens`.
+
+    Args:
+        buffers: how many rows `[D]` the caller's buffers hold for a token.
     """
     *lead, width = groups[0][0].shape
     tokens = math.prod(lead)
@@ -339,19 +341,19 @@ def _chunks(*groups: Sequence[Tensor], start: int = 0) -> Iterator[tuple]:
     if not all(_has_one_stride(t) for group in groups for t in group):
         for i in range(lead[0]):
             inner = [[t[i] for t in group] for group in groups]
-            yield from _chunks(*inner, start=start + i * tokens // lead[0])
+            yield from _chunks(*inner, buffers=buffers, start=start + i * tokens // lead[0])
         return
-    sizes = _chunk_sizes(tokens, width, [t.element_size() for group in groups for t in group])
+    sizes = _chunk_sizes(tokens, width, [t.element_size() for group in groups for t in group], buffers)
     split = [[t.view(tokens, width).split(sizes) for t in group] for group in groups]
     for i, size in enumerate(sizes):
         yield slice(start, start + max(size, 2)), *([rows[i] for rows in group] for group in split)
         start += size
 
 
-def _chunk_sizes(tokens: int, width: int, element_sizes: Sequence[int]) -> list[int]:
+def _chunk_sizes(tokens: int, width: int, element_sizes: Sequence[int], buffers: int) -> list[int]:
     """Tokens of each chunk, as even as can be and at least two."""
-    limit = min(_BYTES_PER_THREAD * max(torch.get_num_threads(), 2), tokens * width * sum(element_sizes) // _SHARE)
-    size = max(limit, _MIN_BYTES) // (width * len(element_sizes) * max(4, *element_sizes))
+    limit = min(_BYTES_PER_THREAD * max(torch.get_num_threads(), 2), _SHARE * tokens * width * sum(element_sizes))
+    size = int(max(limit, _MIN_BYTES)) // (buffers * width * max(4, *element_sizes))
     count = min(math.ceil(tokens / max(size, 2)), max(tokens // 2, 1))
     return [tokens // count + (i < tokens % count) for i in range(count)]
 

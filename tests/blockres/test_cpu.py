@@ -66,7 +66,7 @@ def test_awkward_sizes(name, tokens, width, count, small_chunks):
     got, got_grads, want, want_grads = compare(call)
     for g, w in zip([*got, *got_grads], [*want, *want_grads], strict=True):
         assert g.shape == w.shape
-        torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(g.double(), w, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("count", [65, 1025])

@@ -302,7 +302,10 @@ def _through_norm(g, h, norm_weight, grad_norm, moments, at, tokens, tile, start
         square, product = _norm_sums(h, u, moments, at, tokens, tile, dtype, STAGE)
         rho = tl.rsqrt(square / tile.dim + formula.norm_eps)
         along = rho * rho * rho * product / tile.dim
-        grad_norm = [grad_norm[c] + g[c].to(dtype) * h[c] * rho for c in tile.chunks]
+        # rho is never negative. The compiler does not know that: it would move this sum behind the pass over the sources
+        # that follows, and hold g and h in registers until then.
+        if not (rho < 0):
+            grad_norm = [grad_norm[c] + g[c].to(dtype) * h[c] * rho for c in tile.chunks]
         return [rho * u[c] - along * h[c] for c in tile.chunks], grad_norm
 
 
@@ -653,5 +656,5 @@ def add_rows(rows: Tensor) -> Tensor:
     """`[rows, columns]` -> `[columns]` in one launch, the same to the last bit every time."""
     count, columns = rows.shape
     total = rows.new_empty(columns)
-    _add_rows[(triton.cdiv(columns, 128),)](rows, total, count, columns, 128, 16, num_warps=4)
+    _add_rows[(triton.cdiv(columns, 128),)](rows, total, count, columns, 128, 32, num_warps=4)
     return total

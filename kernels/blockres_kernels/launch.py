@@ -47,8 +47,9 @@ def persistent(tokens: int, resident: int, device: torch.device) -> int:
 #
 # 256 threads at 255 registers fill a multiprocessor, so `256 // threads` programs of any kernel run on one. Few threads
 # with many elements each leave fewer lanes idle at the end of a row and make sums over D cheaper; what bounds them are
-# registers, counted here in numbers a thread holds for each of its elements. Enough rows are loaded ahead to keep
-# 48 KB on their way to a multiprocessor, which hides the latency of its share of 4 TB/s.
+# registers: those of the rows that are alive at once, and an overhead beside them, read off `python -m bench.resources`
+# (the largest for which nothing spills on any target). Enough rows are loaded ahead to keep 48 KB on their way to a
+# multiprocessor, which hides the latency of its share of 4 TB/s.
 
 _REGISTERS = 250
 _IN_FLIGHT = 48 * 1024
@@ -92,20 +93,20 @@ class _Cut:
         return Tile(self.dim, width, tuple(range(-(-self.columns // width))))
 
     @property
-    def stored(self) -> float:
-        """Registers that a thread needs for a row in the storage dtype."""
+    def stored(self) -> int:
+        """Registers of a thread that a row takes in the storage dtype."""
         return len(self.tile.chunks) * 4
 
     @property
-    def computed(self) -> float:
-        """Registers that a thread needs for a row in the compute dtype."""
+    def computed(self) -> int:
+        """Registers of a thread that a row takes in the compute dtype."""
         return self.stored * max(4 // self.itemsize, 1)
 
     def ahead(self, computed_rows: int, stored_rows: int, most: int, overhead: int = 40) -> int:
         """Rows that can be loaded ahead where this many others are held; negative where even those do not fit."""
         free = _REGISTERS - overhead - computed_rows * self.computed - stored_rows * self.stored
         useful = -(-_IN_FLIGHT // (256 // self.threads * self.columns * self.itemsize))
-        return min(int(free // self.stored), most, useful)
+        return min(free // self.stored, most, useful)
 
 
 def _cuts(dim: int, columns: int, itemsize: int, lanes: int) -> list[_Cut]:
@@ -113,7 +114,10 @@ def _cuts(dim: int, columns: int, itemsize: int, lanes: int) -> list[_Cut]:
 
 
 def attn_res_forward(dim: int, itemsize: int, lanes: int) -> Forward:
-    """The mixture, `q * w` and the row at work are held in the compute dtype, the rows ahead as they are stored."""
+    """The mixture, `q * w` and the row at work are held in the compute dtype, the rows ahead as they are stored.
+
+    Where that leaves no room for rows ahead, `q * w` is made anew for every row.
+    """
     cuts = _cuts(dim, dim, itemsize, lanes)
     for cut in cuts:
         ahead = cut.ahead(3, 0, 6, overhead=26)
@@ -135,7 +139,8 @@ def attn_res_backward(dim: int, itemsize: int, slots: int, norm: bool, lanes: in
     while True:
         slices += 1
         for cut in _cuts(dim, -(-dim // slices), itemsize, lanes):
-            ahead = cut.ahead(3 + norm, 1, 6), cut.ahead(5 + norm, 0, 2)
+            overhead = 40 if slices == 1 else 56  # a slice's first column takes part in every address
+            ahead = cut.ahead(3 + norm, 1, 6, overhead), cut.ahead(5 + norm, 0, 2, overhead)
             if (ahead[0] >= 2 and ahead[1] >= 1) or (cut.threads == 256 and min(ahead) >= 0):
                 columns = cut.tile.width * len(cut.tile.chunks)
                 return Backward(cut.tile, cut.threads // lanes, False, ahead, -(-dim // columns), 256 // cut.threads)
@@ -248,7 +253,7 @@ def attn_res_inter_backward(
     """
     columns = triton.next_power_of_2(max(dim, lanes))
     rows = 2 * queries + sources + 2 * norm + adds
-    most = 152 // (rows * max(itemsize // 4, 1))
+    most = (152 - 3 * queries) // (rows * max(itemsize // 4, 1))
     least = 16 // itemsize if dim >= 768 else 1
     each = max(columns // (8 * lanes), min(16 // itemsize, columns // lanes), 1)
     while each > most and each > least and columns // each < 8 * lanes:

@@ -85,11 +85,11 @@ def test_float64_is_computed_in_float64(norm, device):
 
 
 @pytest.mark.parametrize(("count", "norm"), [(4, False), (4, True), (17, False), (17, True)])
-@pytest.mark.parametrize(("dtype", "common"), [(FP32, 3.0), (FP32, 10.0), (FP32, 30.0), (BF16, 10.0), (BF16, 30.0)])
+@pytest.mark.parametrize(("dtype", "common"), [(FP32, 3.0), (FP32, 30.0), (BF16, 10.0), (BF16, 30.0)])
 def test_what_sources_have_in_common_costs_no_digits(common, dtype, norm, count, device):
     held = [launch.attn_res_backward(512, dtype.itemsize, launch.bucket(n), norm, 32).held for n in (4, 17)]
     assert held == [True, False], "both ways to read the sources should be tried"
-    problem = random_problem(count, (6, 512), dtype, common=common, norm=norm, device=device)
+    problem = random_problem(count, (3, 512), dtype, common=common, norm=norm, device=device)
     assert_gradients_close(problem.run()[2], problem.exact()[2], dtype)
 
 

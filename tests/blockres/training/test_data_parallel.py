@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from blockres.models.gpt import GPT, GPTConfig, next_token_loss
 from blockres.pipeline import (
@@ -58,12 +59,13 @@ def gradients_of_one_process() -> dict[str, Tensor]:
 
 
 class Reductions(TorchDispatchMode):
-    """While it is entered, counts the collectives that reduce."""
+    """While it is entered, counts the collectives that reduce what can be a gradient."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "reduce" in func.name()
+        if "reduce" in func.name():
+            self.count += any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(args))
         return func(*args, **(kwargs or {}))
 
 

@@ -84,45 +84,42 @@ def test_wide_rows(width):
         assert relative_error(g, w) <= 2e-6
 
 
-def layouts():
-    """Sources `[4, 6, 16]` that are not contiguous, by name; each draws its memory anew."""
-    draw = lambda *size: torch.randn(*size)  # noqa: E731
-    shared = draw(60)
-    return {
-        "padded rows": [draw(4, 6, 20)[..., :16] for _ in range(3)],
-        "every other token": [draw(4, 12, 16)[:, ::2] for _ in range(3)],
-        "a bank unbound on dimension 1": list(draw(24, 3, 16).unbind(1)),
-        "batch and tokens exchanged": [draw(6, 4, 16).transpose(0, 1) for _ in range(3)],
-        "expanded over tokens": [draw(4, 1, 16).expand(4, 6, 16), draw(1, 1, 16).expand(4, 6, 16), draw(4, 6, 16)],
-        "overlapping": [shared.as_strided((4, 6, 16), (6, 1, 1), offset) for offset in (0, 2, 5)],
-        "the same memory twice": [shared[:1].new_ones(4, 6, 16)] * 3,
-        "one stacked tensor": draw(3, 4, 6, 16),
-        "one tensor stacked in the middle": draw(4, 3, 6, 16).transpose(0, 1),
-    }
+LAYOUTS = {
+    "padded rows": lambda: [torch.randn(4, 6, 20)[..., :16] for _ in range(3)],
+    "every other token": lambda: [torch.randn(4, 12, 16)[:, ::2] for _ in range(3)],
+    "a bank": lambda: list(torch.randn(4, 6, 3, 16).unbind(2)),
+    "batch and tokens exchanged": lambda: [torch.randn(6, 4, 16).transpose(0, 1) for _ in range(3)],
+    "expanded": lambda: [torch.randn(4, 1, 16).expand(4, 6, 16), torch.randn(1, 1, 16).expand(4, 6, 16)],
+    "overlapping": lambda: [torch.randn(60).as_strided((4, 6, 16), (6, 1, 1), offset) for offset in (0, 2, 5)],
+    "the same memory twice": lambda: [torch.ones(4, 6, 16)] * 2,
+}
 
 
-@pytest.mark.parametrize("layout", list(layouts()))
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_sources_are_read_where_they_are(layout, small_chunks):
-    sources = layouts()[layout]
-    sources = (
-        [s.reshape(4, 6, 16) if s.shape == (24, 16) else s for s in sources] if isinstance(sources, list) else sources
-    )
+    sources = [source.detach().requires_grad_() for source in LAYOUTS[layout]()]
+    dense = [source.detach().contiguous().requires_grad_() for source in sources]
     query, upstream = torch.randn(16, requires_grad=True), torch.randn(4, 6, 16)
-    if isinstance(sources, torch.Tensor):
-        leaves = [sources.requires_grad_()]
-        dense = sources.detach().contiguous().requires_grad_()
-        dense_leaves = [dense]
-    else:
-        leaves = [s.detach().requires_grad_() for s in sources]
-        sources = leaves
-        dense = dense_leaves = [s.detach().contiguous().requires_grad_() for s in sources]
-    out = functional.attn_res(sources, query)
-    want = functional.attn_res(dense, query)
-    assert torch.equal(out, want)
-    got = torch.autograd.grad(out, [*leaves, query], upstream)
-    expected = torch.autograd.grad(want, [*dense_leaves, query], upstream)
-    for g, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(g, e)
+    got, want = (functional.attn_res(given, query) for given in (sources, dense))
+    assert torch.equal(got, want)
+    grads = torch.autograd.grad(got, [*sources, query], upstream)
+    dense_grads = torch.autograd.grad(want, [*dense, query], upstream)
+    for grad, dense_grad in zip(grads, dense_grads, strict=True):
+        torch.testing.assert_close(grad, dense_grad)
+
+
+@pytest.mark.parametrize("operation", ["attn_res", "attn_res_inter"])
+def test_sources_in_one_tensor(operation):
+    """Stacked in front, or a view of a bank that holds them side by side."""
+    for stacked in (torch.randn(3, 4, 6, 16), torch.randn(4, 6, 3, 16).permute(2, 0, 1, 3)):
+        query = torch.randn(16) if operation == "attn_res" else torch.randn(2, 16)
+        stacked.requires_grad_()
+        got = getattr(functional, operation)(stacked, query)
+        want = getattr(functional, operation)(list(stacked.unbind(0)), query)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        first = [x[0] if isinstance(x, tuple) else x for x in (got, want)]
+        a, b = (torch.autograd.grad(out.sin().sum(), stacked)[0] for out in first)
+        assert torch.equal(a, b)
 
 
 def test_a_source_given_twice_gets_both_gradients():

@@ -325,36 +325,20 @@ def _pair(g, difference, pairs, j, at, count, tokens, tile, dtype, STAGE: tl.con
 
 
 @triton.jit
-def _through_source(
-    row,
-    j,
-    g,
-    h,
-    token_state,
-    key,
-    sums,
-    upstream,
-    statistics,
-    pairs,
-    grads,
-    reader,
-    tile,
-    start,
-    formula,
-    STAGE: tl.constexpr,
-):
+def _through_source(row, j, state, key, sums, upstream, statistics, memory, reader, tile, start, formula, STAGE):
     """Store the gradient of source j; add to the sums of dqw, less its part along h, and of that part."""
     dtype = formula.dtype
-    token, lse, radius = token_state
+    token, lse, radius, g, h = state
+    pairs, grads = memory
     count, tokens = reader[1], reader[2]
     at = tl.cast(token, tl.int64)
+    statistic = at + j * tl.cast(tokens, tl.int64)
     grad_key, along_mixture = sums
     difference = [row[c].to(dtype) - h[c] for c in tile.chunks]
     pair = _pair(g, difference, pairs, j, at, count, tokens, tile, dtype, STAGE)
     if STAGE == "pairs":
         return grad_key, along_mixture
     else:
-        statistic = at + j * tl.cast(tokens, tl.int64)
         weight, r, score = _weight(statistics, lse, statistic)
         pull = tl.zeros([], dtype)
         if upstream.lse is not None:
@@ -364,9 +348,9 @@ def _through_source(
         ds = weight * pair + pull
         along_key = formula.scale * ds * r
         along_row = ds * score * r * r / tile.dim
-        grad = tl.load(grads + j).to(tl.pointer_type(row[0].dtype))
         gradient = [weight * g[c] + along_key * key[c] - along_row * (difference[c] + h[c]) for c in tile.chunks]
-        store_row(tl.multiple_of(grad, 16) + at * tile.dim, gradient, tile, grad.to(tl.int64) != 0, start)
+        grad = tl.multiple_of(tl.load(grads + j).to(tl.pointer_type(row[0].dtype)), 16)
+        store_row(grad + at * tile.dim, gradient, tile, grad.to(tl.int64) != 0, start)
         grad_key = [grad_key[c] + along_key * difference[c] for c in tile.chunks]
         return grad_key, along_mixture + formula.scale * (ds * (r - radius) + radius * pull)
 
@@ -377,6 +361,48 @@ def _replaced(rows, slot: tl.constexpr, sources, token, reader, held, tile, star
     pointer = row_pointer(sources, slot, locate(sources, token))
     present = (slot < reader[1]) & (token < reader[2])
     return [load_row(pointer, tile, present, start) if k == slot else rows[k] for k in held]
+
+
+@triton.jit
+def _through_sources(
+    rows, sources, state, key, grad_key, upstream, statistics, memory, reader, slots, ahead, tile, start, formula, STAGE
+):
+    """Gradients of all sources of a token; the sum of dqw, and the rows of the next token where rows are held."""
+    sums = (grad_key, tl.zeros_like(state[1]))
+    if len(rows) > 0:
+        for slot in tl.static_range(len(slots)):
+            if slot < reader[1]:
+                sums = _through_source(
+                    rows[slot],
+                    slot,
+                    state,
+                    key,
+                    sums,
+                    upstream,
+                    statistics,
+                    memory,
+                    reader,
+                    tile,
+                    start,
+                    formula,
+                    STAGE,
+                )
+            rows = _replaced(rows, slot, sources, state[0] + tl.num_programs(0), reader, slots, tile, start)
+    else:
+        stream = _stream(sources, reader, state[0], ahead, tile, start)
+        for j in range(0, reader[1]):
+            row, stream = _next_row(stream, sources, reader, ahead, tile, start)
+            sums = _through_source(
+                row, j, state, key, sums, upstream, statistics, memory, reader, tile, start, formula, STAGE
+            )
+    return [sums[0][c] + sums[1] * state[4][c] for c in tile.chunks], rows
+
+
+@triton.jit
+def _tabulate_gradients(grad_sources, wanted, grads, slots):
+    """Addresses of the sources' gradients, 0 for one that is not wanted."""
+    for slot in tl.static_range(len(slots)):
+        tl.store(grads + slot, grad_sources[slot].to(tl.int64) * ((wanted >> slot) & 1))
 
 
 @triton.jit(do_not_specialize=["wanted", "count", "tokens"])
@@ -402,22 +428,20 @@ def _attn_res_backward(
     STAGE: tl.constexpr,
 ):
     dtype = formula.dtype
+    program = tl.program_id(0)
     start = 0
     if STAGE != "whole":
         start = tl.program_id(1) * (tile.width * len(tile.chunks))
-    program = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
-    table = scratch.tables + program * (4 * len(slots))
+    table = scratch.tables + (program + tl.program_id(1) * tl.num_programs(0)) * (4 * len(slots))
     grads = table + 3 * len(slots)
-    for slot in tl.static_range(len(slots)):  # read after the barrier in `tabulate`
-        tl.store(grads + slot, grad_sources[slot].to(tl.int64) * ((wanted >> slot) & 1))
+    _tabulate_gradients(grad_sources, wanted, grads, slots)
     tabulate(sources, table, slots)
     reader = (table, count, tokens, tokens)
     key = _key_row(query, key_weight, tile, dtype, start)
     grad_key = _zero_row(tile, dtype)
     grad_norm = _zero_row(tile, dtype)
-    first = tl.program_id(0)
-    rows = [load_row(row_pointer(sources, k, locate(sources, first)), tile, k < count, start) for k in held]
-    for token in range(first, tokens, tl.num_programs(0)):
+    rows = [load_row(row_pointer(sources, k, locate(sources, program)), tile, k < count, start) for k in held]
+    for token in range(program, tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
         lse = tl.load(statistics.lse + at)
         if mixture is None:
@@ -430,55 +454,26 @@ def _attn_res_backward(
             g, h, norm_weight, grad_norm, scratch.moments, at, tokens, tile, start, formula, STAGE
         )
         if STAGE != "moments":
-            sums = (grad_key, tl.zeros_like(lse))
-            token_state = (token, lse, radius)
-            if len(held) > 0:
-                for slot in tl.static_range(len(slots)):
-                    if slot < count:
-                        sums = _through_source(
-                            rows[slot],
-                            slot,
-                            g,
-                            h,
-                            token_state,
-                            key,
-                            sums,
-                            upstream,
-                            statistics,
-                            scratch.pairs,
-                            grads,
-                            reader,
-                            tile,
-                            start,
-                            formula,
-                            STAGE,
-                        )
-                    rows = _replaced(rows, slot, sources, token + tl.num_programs(0), reader, held, tile, start)
-            else:
-                stream = _stream(sources, reader, token, ahead[1], tile, start)
-                for j in range(0, count):
-                    row, stream = _next_row(stream, sources, reader, ahead[1], tile, start)
-                    sums = _through_source(
-                        row,
-                        j,
-                        g,
-                        h,
-                        token_state,
-                        key,
-                        sums,
-                        upstream,
-                        statistics,
-                        scratch.pairs,
-                        grads,
-                        reader,
-                        tile,
-                        start,
-                        formula,
-                        STAGE,
-                    )
-            grad_key = [sums[0][c] + sums[1] * h[c] for c in tile.chunks]
-    parts = 1 if norm_weight is None else 2
-    partial = scratch.partial + tl.cast(tl.program_id(0), tl.int64) * (tile.dim * parts)
+            state, memory = (token, lse, radius, g, h), (scratch.pairs, grads)
+            grad_key, rows = _through_sources(
+                rows,
+                sources,
+                state,
+                key,
+                grad_key,
+                upstream,
+                statistics,
+                memory,
+                reader,
+                slots,
+                ahead[1],
+                tile,
+                start,
+                formula,
+                STAGE,
+            )
+    parts: tl.constexpr = 1 if norm_weight is None else 2
+    partial = scratch.partial + tl.cast(program, tl.int64) * (tile.dim * parts)
     store_row(partial, grad_key, tile, start=start)
     if norm_weight is not None:
         store_row(partial + tile.dim, grad_norm, tile, start=start)

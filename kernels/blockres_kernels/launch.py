@@ -283,3 +283,9 @@ def _narrow_panel(dim: int, itemsize: int, queries: int, sources: int) -> Panel:
         columns,
         min(16 // itemsize, columns),
     )
+
+
+# --- cast ------------------------------------------------------------------------------------------------------------
+
+CAST_BLOCK, CAST_WARPS = 4096, 4
+"""32 elements a lane: two to four loads of 16 bytes are under way at once, and a hop of a few megabytes fills a GPU."""

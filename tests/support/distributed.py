@@ -1,6 +1,7 @@
 """Real processes in a gloo group, each with a bounded life: what they return, how they end, and nothing left behind."""
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -110,6 +111,7 @@ def _rank_main(
     worker: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # a collection would walk through, and so copy, all that was imported before the fork
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(0.9 * timeout)  # where a rank that will not end is stuck
     store = dist.FileStore(os.path.join(folder, "store"), world_size)

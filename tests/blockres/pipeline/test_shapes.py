@@ -109,10 +109,15 @@ def padded_batch(kind: str) -> Padded:
     return Padded(inputs, target, lengths)
 
 
-def masked_reference(case: Case, batch: Padded, **kwargs: Tensor) -> Expected:
+def masked_reference(case: Case, kind: str, shifted: bool = False) -> Expected:
     """The unsplit model on the padded batch as a whole: the loss over real tokens, its gradients, and the output."""
-    model = whole_model(case)
-    output = model(batch.inputs, **kwargs)
+    return _masked_reference(case.unsplit, kind, shifted)
+
+
+@cache
+def _masked_reference(case: Case, kind: str, shifted: bool) -> Expected:
+    model, batch = whole_model(case), padded_batch(kind)
+    output = model(batch.inputs, shift=shift_of_batch() if shifted else None)
     loss = masked_loss(output, batch.target, batch.tokens)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -126,7 +131,7 @@ def cut_microbatches_give_the_gradients_of_the_padded_batch(rank: int) -> None:
         pipeline.schedule = build_schedule(case.schedule, pipeline.stages, 4, masked_loss, scale_grads=False)
         for kind in ROW_LENGTHS:
             batch = padded_batch(kind)
-            expected = masked_reference(case, batch)
+            expected = masked_reference(case, kind)
             padded = _traffic_of_step(pipeline, batch.on(pipeline), expected)
             assert padded.saved_bytes == 0
             _check_saved(pipeline, batch, _traffic_of_step(pipeline, batch.cut_on(pipeline), expected), padded)
@@ -336,21 +341,24 @@ def test_ranks_out_of_step_stop() -> None:
     assert "by peer" in str(ahead.error), "closed or reset"
 
 
+def shift_of_batch() -> Tensor:
+    return torch.randn(8, PADDED_TO, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
 def keyword_inputs_reach_all_ranks_and_are_cut(rank: int) -> None:
-    shift = torch.randn(8, PADDED_TO, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for base in (LOOP, LOOP.but(schedule="ZBVZeroBubble")):
         case = base.but(shape=(2, PADDED_TO, 5), model={"causal": True})
         pipeline, batch = build(case, rank), padded_batch("mixed")
         pipeline.schedule = build_schedule(case.schedule, pipeline.stages, 4, masked_loss, scale_grads=False)
-        expected = masked_reference(case, batch, shift=shift)
+        expected = masked_reference(case, "mixed", shifted=True)
         for args, options in (batch.on(pipeline), batch.cut_on(pipeline)):
-            _traffic_of_step(pipeline, (args, options | {"shift": shift}), expected)
+            _traffic_of_step(pipeline, (args, options | {"shift": shift_of_batch()}), expected)
 
 
 def one_rank_takes_any_size(rank: int) -> None:
     case = Case("ZBVZeroBubble", 1, (3, 2), 2, 4, shape=(2, PADDED_TO, 5), model={"causal": True})
     pipeline, batch = build(case, rank), padded_batch("mixed")
-    expected = masked_reference(case, batch)
+    expected = masked_reference(case, "mixed")
     pipeline.schedule = build_schedule(case.schedule, pipeline.stages, 4, masked_loss, scale_grads=False)
     _traffic_of_step(pipeline, batch.cut_on(pipeline), expected)
     for shape in ((1, 2, 5), (4, 3, 5)):

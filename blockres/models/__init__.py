@@ -3,16 +3,10 @@
 `transformers` is imported by `from_pretrained` alone, when it is called.
 """
 
-from blockres.models.foreign import (
-    Replaced,
-    fused_attnres,
-    kimi_k3_attn_res,
-    liger_attn_res,
-    replace_attn_res,
-    restore_attn_res,
-)
+from blockres.models.foreign import fused_attnres, kimi_k3_attn_res, liger_attn_res
 from blockres.models.gpt import GPT, GPTConfig
 from blockres.models.huggingface import FAMILIES, Family, Sublayer, apply_attn_res, from_pretrained, remove_attn_res
+from blockres.models.rerouting import Replaced, replace_attn_res, restore_attn_res
 from blockres.models.units import layers_from_sublayers, sublayers_from_layers, sublayers_per_block_of
 
 __all__ = [

@@ -15,13 +15,13 @@ class and no module of Python is touched, and `remove_attn_res` gives the classe
 import copy
 import functools
 import inspect
-import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blockres.models.huggingface.families import Family, Sublayer, check_family, find_family, rms_norm
+from blockres.models.instance_class import InstanceClass, instance_class, take_class
 from blockres.modules import BlockAttnRes, BlockStream, StandardStream
 
 SETTINGS = "attn_res"
@@ -97,13 +97,13 @@ def remove_attn_res(model: nn.Module) -> nn.Module:
     """
     decoder = _decoder(model)
     changed = [module for module in decoder.modules() if isinstance(module, _Changed)]
-    if not all(type(module) is type(module)._subclass for module in changed) or decoder not in changed:
+    if not all(module.is_outermost() for module in changed) or decoder not in changed:
         raise ValueError(
             f"{type(model).__name__} is no Block AttnRes model, or its layers have been wrapped since: "
             f"remove what was added last first"
         )
     for module in changed:
-        _take_class(module, module._original)
+        take_class(module, module._original)
         delattr(module, _PLAN)
     delattr(decoder, SETTINGS)
     delattr(model.config, SETTINGS)
@@ -128,7 +128,7 @@ def graft(model: nn.Module, settings: dict[str, Any], dtype: torch.dtype | None 
 
 def finish_loading(model: nn.Module, model_class: type[nn.Module]) -> None:
     """Give a model that was loaded through a class of its own the class that it was loaded for."""
-    _take_class(model, _subclass(model_class, model._change) if isinstance(model, _Changed) else model_class)
+    take_class(model, _changed_class(model_class, model._change) if isinstance(model, _Changed) else model_class)
     decoder = _decoder(model)
     assert isinstance(decoder, _Changed)
     check_family(decoder, decoder._plan.family)
@@ -175,12 +175,10 @@ class _Plan:
         self.family, self.residual = family, residual
 
 
-class _Changed(nn.Module):
-    """A module that has taken a subclass made for it; it is copied and pickled by the two classes it is made of."""
+class _Changed(InstanceClass):
+    """A module that has taken a subclass made for it, of its class and of one of the changes below."""
 
-    _original: type[nn.Module]
     _change: type["_Changed"]
-    _subclass: type[nn.Module]
     _argument_names: tuple[str, ...]
     _plan: _Plan
 
@@ -188,40 +186,24 @@ class _Changed(nn.Module):
         """What `forward` does instead of the original's."""
         raise NotImplementedError
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _revive, (type(self)._original, type(self)._change), vars(self)
-
 
 def _exchange(module: nn.Module, change: type[_Changed], plan: _Plan, classes: dict[type, type]) -> None:
     original = type(module)
     if original not in classes:
-        classes[original] = _subclass(original, change)
-    _take_class(module, classes[original])
+        classes[original] = _changed_class(original, change)
+    take_class(module, classes[original])
     setattr(module, _PLAN, plan)
 
 
-def _take_class(module: Any, kind: type[nn.Module]) -> None:
-    module.__class__ = kind
-
-
-def _subclass(original: type[nn.Module], change: type[_Changed]) -> type[_Changed]:
+def _changed_class(original: type[nn.Module], change: type[_Changed]) -> type[_Changed]:
     @functools.wraps(original.forward)
     def forward(self: _Changed, *args: Any, **kwargs: Any) -> Any:
         return change.run(self, *args, **kwargs)
 
-    def fill(namespace: dict[str, Any]) -> None:
-        namespace.update(__module__=original.__module__, __qualname__=original.__qualname__, forward=forward)
-
-    subclass: Any = types.new_class(original.__name__, (change, original), exec_body=fill)
-    subclass._original, subclass._change, subclass._subclass = original, change, subclass
     _, _, *names = inspect.signature(original.forward).parameters
-    subclass._argument_names = tuple(names)
-    return subclass
-
-
-def _revive(original: type[nn.Module], change: type[_Changed]) -> _Changed:
-    subclass = _subclass(original, change)
-    return subclass.__new__(subclass)
+    namespace = {"forward": forward, "_change": change, "_argument_names": tuple(names)}
+    changed: type[_Changed] = instance_class(original, change, namespace, _changed_class, original, change)
+    return changed
 
 
 class _Layer(_Changed):

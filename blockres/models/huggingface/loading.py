@@ -1,12 +1,12 @@
 """Loading what `save_pretrained` wrote of a Block AttnRes model."""
 
 import os
-import types
 from typing import Any
 
 from torch import nn
 
 from blockres.models.huggingface.apply import SETTINGS, finish_loading, graft
+from blockres.models.instance_class import namesake
 
 _HUB_ARGUMENTS = (
     "cache_dir",
@@ -70,10 +70,7 @@ def _loader(model_class: type[nn.Module], settings: dict[str, Any]) -> Any:
         super(loader, self).__init__(config, *args, **kwargs)
         graft(self, settings)
 
-    def fill(namespace: dict[str, Any]) -> None:
-        namespace.update(__module__=model_class.__module__, __qualname__=model_class.__qualname__, __init__=__init__)
-
-    loader: type[nn.Module] = types.new_class(model_class.__name__, (model_class,), exec_body=fill)
+    loader = namesake(model_class, (model_class,), {"__init__": __init__})
     return loader
 
 

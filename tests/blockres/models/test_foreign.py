@@ -1,6 +1,7 @@
 """Other people's Attention Residuals: their formulas, written out, against the functions that take their place."""
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
@@ -368,6 +369,175 @@ def test_layers_like_flash_linear_attentions_and_ligers():
     expected = gradients(model, x)
     assert [found.owner for found in replace_attn_res(model)] == ["flash-linear-attention", "Liger-Kernel"]
     assert_alike(gradients(model, x), expected)
+
+
+INDIRECT_LAYER = """
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key_norm = nn.Linear(12, 1, bias=False), nn.RMSNorm(12)
+
+    def forward(self, x):
+        return self.mix([x, x.sin()], self.query.weight, self.key_norm.weight)
+
+def helper(sources, query, weight):
+    return fused_attnres(query, sources, weight)
+
+def without_wraps(method):
+    return lambda *arguments: method(*arguments)
+
+class IndirectLayer(Base):
+"""
+ROUTED = {
+    "a static method": """
+    @staticmethod
+    def mix(sources, query, weight):
+        return fused_attnres(query, sources, weight)
+""",
+    "a class method": """
+    @classmethod
+    def mix(cls, sources, query, weight):
+        return fused_attnres(query, sources, weight)
+""",
+    "a property": """
+    @property
+    def mix(self):
+        return lambda sources, query, weight: fused_attnres(query, sources, weight)
+""",
+    "a property's setter": """
+    @property
+    def last(self):
+        return self.__dict__.pop("mixed")
+
+    @last.setter
+    def last(self, arguments):
+        self.mixed = fused_attnres(*arguments)
+
+    def mix(self, sources, query, weight):
+        self.last = query, sources, weight
+        return self.last
+""",
+    "a function of the module as a static method": """
+    mix = staticmethod(helper)
+""",
+}
+REFUSED = {
+    "the class's name": """
+    @staticmethod
+    def blend(sources, query, weight):
+        return fused_attnres(query, sources, weight)
+
+    def mix(self, *arguments):
+        return IndirectLayer.blend(*arguments)
+""",
+    "a function": """
+    def mix(self, *arguments):
+        return helper(*arguments)
+""",
+    "the function itself": """
+    blend = staticmethod(fused_attnres)
+
+    def mix(self, sources, query, weight):
+        return self.blend(query, sources, weight)
+""",
+    "another name": """
+    def mix(self, sources, query, weight):
+        return alias(query, sources, weight)
+""",
+    "a cached property": """
+    @functools.cached_property
+    def mix(self):
+        return lambda sources, query, weight: fused_attnres(query, sources, weight)
+""",
+    "a partial method": """
+    def blend(self, sources, query, weight, *, scale):
+        return fused_attnres(query, sources, weight, scale=scale)
+
+    mix = functools.partialmethod(blend, scale=0.5)
+    del blend
+""",
+    "a decorated static method": """
+    @staticmethod
+    @functools.cache
+    def mix(sources, query, weight):
+        return fused_attnres(query, sources, weight)
+""",
+    "a decorator that hides it": """
+    @without_wraps
+    def mix(self, sources, query, weight):
+        return fused_attnres(query, sources, weight)
+""",
+    "super()": """
+    def mix(self, *arguments):
+        return super().mix(*arguments)
+
+Base.mix = lambda self, sources, query, weight: fused_attnres(query, sources, weight)
+""",
+}
+
+
+def indirect_layer(body: str) -> tuple[nn.Module, list]:
+    """A layer whose `mix` is `body`, and a list that grows with every call of the foreign function."""
+    calls = []
+
+    @functools.wraps(flash)
+    def fused_attnres(*arguments, **named):
+        calls.append(arguments)
+        return flash(*arguments, **named)
+
+    fused_attnres.__qualname__ = "fused_attnres"
+    del fused_attnres.__wrapped__
+    fused_attnres.__signature__ = inspect.signature(flash)
+    names = {"functools": functools, "fused_attnres": fused_attnres, "alias": fused_attnres}
+    return layer_from(INDIRECT_LAYER + body, **names).double(), calls
+
+
+@pytest.mark.parametrize("body", ROUTED.values(), ids=ROUTED)
+def test_calls_that_are_not_in_plain_methods_are_routed(body):
+    layer, calls = indirect_layer(body)
+    model = nn.Sequential(layer_from(FLASH_LAYER, fused_attnres=flash), layer).double()
+    x = torch.randn(5, 12, dtype=WIDE)
+    expected = gradients(model, x)
+    assert len(calls) == 1
+    assert [found.module for found in replace_attn_res(model)] == ["0", "1"]
+    for routed in (model, copy.deepcopy(model)):
+        assert_alike(gradients(routed, x), expected)
+    assert len(calls) == 1
+    assert_alike(gradients(restore_attn_res(model), x), expected, 0.0)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
+def test_calls_that_cannot_be_routed_are_errors(body):
+    """Not layers that go on calling the foreign function while another is reported as routed."""
+    model = nn.Sequential(layer_from(FLASH_LAYER, fused_attnres=flash), indirect_layer(body)[0])
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=r"IndirectLayer.* fused_attnres .*cannot be replaced for one instance"):
+        replace_attn_res(model)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_function_of_ours_under_another_name_is_no_foreign_one():
+    body = """
+    def mix(self, sources, query, weight):
+        return ours(query, sources, weight)
+"""
+    layer = layer_from(INDIRECT_LAYER + body, fused_attnres=fused_attnres, ours=fused_attnres)
+    with pytest.raises(ValueError, match="no layer of IndirectLayer calls"):
+        replace_attn_res(layer)
+
+
+def test_wrapped_layers_keep_their_wrapper():
+    """As FSDP2 wraps: by a subclass of the class that a layer has."""
+    layer = layer_from(FLASH_LAYER, fused_attnres=flash)
+    replace_attn_res(layer)
+    routed = type(layer)
+    layer.__class__ = type("Wrapped", (routed,), {})
+    with pytest.raises(ValueError, match="wrapped since"):
+        restore_attn_res(layer)
+    layer.__class__ = routed
+    restore_attn_res(layer)
+    assert type(layer) is routed.__mro__[3]
 
 
 def test_no_such_layer():

@@ -60,6 +60,7 @@ from .sources import (
     tabulate,
     tabulated_row_pointer,
     triton_dtype,
+    vectors,
 )
 
 
@@ -302,8 +303,8 @@ def _through_norm(g, h, norm_weight, grad_norm, moments, at, tokens, tile, start
         square, product = _norm_sums(h, u, moments, at, tokens, tile, dtype, STAGE)
         rho = tl.rsqrt(square / tile.dim + formula.norm_eps)
         along = rho * rho * rho * product / tile.dim
-        # rho is never negative. The compiler does not know that: it would move this sum behind the pass over the sources
-        # that follows, and hold g and h in registers until then.
+        # rho is never negative, which the compiler does not know: it would move this sum behind the pass over the
+        # sources that follows, and hold g and h in registers until then.
         if not (rho < 0):
             grad_norm = [grad_norm[c] + g[c].to(dtype) * h[c] * rho for c in tile.chunks]
         return [rho * u[c] - along * h[c] for c in tile.chunks], grad_norm
@@ -429,9 +430,7 @@ def _attn_res_backward(
 ):
     dtype = formula.dtype
     program = tl.program_id(0)
-    start = 0
-    if STAGE != "whole":
-        start = tl.program_id(1) * (tile.width * len(tile.chunks))
+    start = 0 if STAGE == "whole" else tl.program_id(1) * (tile.width * len(tile.chunks))
     table = scratch.tables + (program + tl.program_id(1) * tl.num_programs(0)) * (4 * len(slots))
     grads = table + 3 * len(slots)
     _tabulate_gradients(grad_sources, wanted, grads, slots)
@@ -479,23 +478,27 @@ def _attn_res_backward(
         store_row(partial + tile.dim, grad_norm, tile, start=start)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "stride"])
 def _add_rows(
-    partial,  # [rows, COLUMNS]
-    total,  # [COLUMNS]
+    partial,  # a tuple of [rows, COLUMNS], whose rows are `stride` apart
+    total,  # a tuple of [COLUMNS]
     rows,
+    stride,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Add rows, DEPTH of them side by side: in an order that depends on their number alone."""
     columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    sums = tl.zeros([DEPTH, WIDTH], total.dtype.element_ty)
-    for first in range(0, rows, DEPTH):
-        row = first + tl.arange(0, DEPTH)
-        mask = (row[:, None] < rows) & (columns[None, :] < COLUMNS)
-        sums += tl.load(partial + row[:, None].to(tl.int64) * COLUMNS + columns[None, :], mask=mask, other=0.0)
-    tl.store(total + columns, tl.sum(sums, axis=0), mask=columns < COLUMNS)
+    for table in tl.static_range(len(partial)):
+        if tl.program_id(1) == table:
+            sums = tl.zeros([DEPTH, WIDTH], total[table].dtype.element_ty)
+            for first in range(0, rows, DEPTH):
+                row = first + tl.arange(0, DEPTH)
+                mask = (row[:, None] < rows) & (columns[None, :] < COLUMNS)
+                pointers = partial[table] + row[:, None].to(tl.int64) * stride + columns[None, :]
+                sums += tl.load(pointers, mask=mask, other=0.0)
+            tl.store(total[table] + columns, tl.sum(sums, axis=0), mask=columns < COLUMNS)
 
 
 def attn_res_forward(
@@ -510,6 +513,7 @@ def attn_res_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`out [..., D]` in `out_dtype`; `lse [...]`, `scores [N, ...]` and `rstd [N, ...]` in the compute dtype."""
     first = sources[0]
+    parameters = vectors(query, key_weight, norm_weight)
     shape, dtype = first.shape, compute_dtype(first.dtype)
     out = first.new_empty(shape, dtype=out_dtype)
     lse = first.new_empty(shape[:-1], dtype=dtype)
@@ -527,9 +531,8 @@ def attn_res_forward(
             _attn_res_forward[(programs,)](
                 rows.group(start, stop).argument(bucket),
                 carry,
-                query,
-                key_weight,
-                norm_weight if last else None,
+                *parameters[:2],
+                parameters[2] if last else None,
                 target,
                 Statistics(lse, scores[start:stop], rstd[start:stop]),
                 first.new_empty((programs, bucket, 3), dtype=torch.int64),
@@ -586,7 +589,7 @@ def attn_res_backward(
             Upstream(*(None if x is None else x.to(dtype).contiguous() for x in (grad_lse, grad_scores))),
             Statistics(lse, scores, rstd),
             mixture,
-            (query, key_weight, norm_weight),
+            vectors(query, key_weight, norm_weight),
             Formula(eps, scale, norm_eps, triton_dtype(dtype)),
         )
         sums = [work.launch(start, stop) for start, stop in launch.groups(len(sources))]
@@ -604,11 +607,11 @@ class _Backward(NamedTuple):
     upstream: Upstream
     statistics: Statistics
     mixture: Mixture | None
-    parameters: tuple[Tensor, Tensor | None, Tensor | None]
+    parameters: tuple[Tensor | None, ...]
     formula: Formula
 
-    def launch(self, start: int, stop: int) -> Tensor:
-        """Gradients of sources start to stop, and their sums for the parameters, [1 or 2, D]."""
+    def launch(self, start: int, stop: int) -> list[Tensor]:
+        """Gradients of sources start to stop; their sums for the key and, where there is one, the norm weight, [D]."""
         bucket, dim, tokens = launch.bucket(stop - start), self.grad_out.tensors[0].shape[-1], self.sources.count
         lse, first = self.statistics.lse, self.sources.tensors[0]
         parts = 1 if self.parameters[2] is None else 2
@@ -644,12 +647,14 @@ class _Backward(NamedTuple):
                 num_warps=plan.warps,
                 num_stages=1,
             )
-        return add_rows(scratch.partial.flatten(1)).view(parts, dim)
+        return add_rows(*scratch.partial.unbind(1))
 
 
-def add_rows(rows: Tensor) -> Tensor:
-    """`[rows, columns]` -> `[columns]` in one launch, the same to the last bit every time."""
-    count, columns = rows.shape
-    total = rows.new_empty(columns)
-    _add_rows[(triton.cdiv(columns, 128),)](rows, total, count, columns, 128, 32, num_warps=4)
-    return total
+def add_rows(*tables: Tensor) -> list[Tensor]:
+    """Tables `[rows, columns]` of one shape and one stride -> `[columns]` each, in one launch, the same to the bit."""
+    rows, columns = tables[0].shape
+    totals = [table.new_empty(columns) for table in tables]
+    _add_rows[(triton.cdiv(columns, 128), len(tables))](
+        tables, tuple(totals), rows, tables[0].stride(0), columns, 128, 32, num_warps=4
+    )
+    return totals

@@ -473,6 +473,14 @@ def _weights(score):
 
 
 @triton.jit
+def _first_weights(scores, source, present, at, T):
+    """a_0j [N], where all sources are in one launch."""
+    score = tl.load(scores + tl.cast(source, tl.int64) * T + at, mask=present, other=-float("inf"))
+    raised = tl.exp(score - tl.max(score, axis=0))
+    return raised / tl.sum(raised, axis=0)
+
+
+@triton.jit
 def _load_scores(scores, rstd, first, total, present, answered, query, source, at, T):
     """Scores [S, N], -inf where there is no source, and r [N]."""
     where = (tl.cast(query, tl.int64)[:, None] * total + source[None, :] + first) * T + at
@@ -546,8 +554,8 @@ def _attn_res_inter_backward_pairs(
         at = tl.cast(token, tl.int64)
         row = _row_pointers(sources, addresses, strides, token)
         grad_row = _row_pointers(grads, grad_addresses, _strides(grads, query, True), token)
-        score, r = _load_scores(scores, rstd, first, total, present, answered, query, source, at, T)
-        a0 = _row_of(_weights(score), query == 0)
+        if norm_weight is not None and mixed is None:
+            a0 = _first_weights(scores, source, present, at, T)
         pairs = [tl.zeros([panel.queries, LANES], formula.dtype) for j in paired]
         hv = tl.zeros([panel.sources, LANES], formula.dtype)
         hh = tl.zeros([LANES], formula.dtype)
@@ -583,6 +591,7 @@ def _attn_res_inter_backward_pairs(
             dlse = None
             if grad_lse is not None:
                 dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
+            score, r = _load_scores(scores, rstd, first, total, present, answered, query, source, at, T)
             e_sum = _store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, formula)
             tl.store(terms.e_sum + at * panel.queries + query, e_sum)
 
@@ -598,11 +607,11 @@ def _norm_gradients(g, h, w, terms, entry, query):
 
 
 @triton.jit
-def _gradients(v, g, key, dv, ae, f, e_sum, count, present, slots, query, source, panel, dtype):
-    """The sources' gradients on top of dv [N, C], and what a token adds to the keys' [S, C]."""
+def _gradients(v, g, key, dv, dkey, ae, f, e_sum, count, present, slots, query, source, panel):
+    """A token's part of the sources' gradients on top of dv [N, C], and of the keys' on top of dkey [S, C]."""
     dv -= tl.load(f + source, mask=present, other=0.0)[:, None] * v
     v0 = _row_of(v, source == 0)
-    dkey = tl.load(e_sum + query)[:, None] * v0[None, :]
+    dkey += tl.load(e_sum + query)[:, None] * v0[None, :]
     v -= v0[None, :]
     for j in tl.static_range(len(slots)):
         here = source == j
@@ -688,10 +697,9 @@ def _attn_res_inter_backward_slices(
             dnorm += dnorm_part
         dv = _load_existing(existing, columns, source, added, at, in_sources, panel, formula.dtype)
         e_sum = terms.e_sum + (at * groups + group) * panel.queries
-        dv, dkey_part = _gradients(
-            v, g, key, dv, ae, terms.f + entry, e_sum, count, present, slots, query, source, panel, formula.dtype
+        dv, dkey = _gradients(
+            v, g, key, dv, dkey, ae, terms.f + entry, e_sum, count, present, slots, query, source, panel
         )
-        dkey += dkey_part
         out = _contiguous_rows(dsources, out_addresses, at, panel.dim)
         stored = in_sources & _chosen(wanted, source)[:, None]
         tl.store(out[:, None] + columns[None, :], dv.to(dsources[0].dtype.element_ty), mask=stored)
@@ -986,8 +994,8 @@ def attn_res_inter_backward(
             if norm_weight is not None:
                 mixed = attn_res_inter_forward(sources, queries[:1], head, None, eps, scale, norm_eps, scores.dtype)[0]
             dkey_rows, dnorm_rows = _launch_slices(work, mixed, _launch_pairs_in_groups(work, mixed))
-        dnorm_weight = scores.new_empty(0) if dnorm_rows is None else add_rows(dnorm_rows)
-        return dsources, add_rows(dkey_rows.flatten(1)).view(queries.shape), dnorm_weight
+        dnorm_weight = scores.new_empty(0) if dnorm_rows is None else add_rows(dnorm_rows)[0]
+        return dsources, add_rows(dkey_rows.flatten(1))[0].view(queries.shape), dnorm_weight
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Every choice is a function of sizes and dtypes alone, so it is made, and tested, without a GPU.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -113,6 +114,7 @@ def _cuts(dim: int, columns: int, itemsize: int, lanes: int) -> list[_Cut]:
     return [_Cut(dim, columns, itemsize, threads) for threads in (32, 64, 128, 256) if threads >= lanes]
 
 
+@functools.cache
 def attn_res_forward(dim: int, itemsize: int, lanes: int) -> Forward:
     """The mixture, `q * w` and the row at work are held in the compute dtype, the rows ahead as they are stored.
 
@@ -126,6 +128,7 @@ def attn_res_forward(dim: int, itemsize: int, lanes: int) -> Forward:
     return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(2, 0, 2, overhead=80), 0), False, 1)
 
 
+@functools.cache
 def attn_res_backward(dim: int, itemsize: int, slots: int, norm: bool, lanes: int) -> Backward:
     """The second pass holds `q * w`, the sums, h, g and v - h (five or six rows); the first does without the last two.
 

@@ -321,4 +321,6 @@ def attn_res_merge_backward(
     if not tokens:
         return doutput, dlse, dpartial, stats.new_zeros(shape[-1]), stats.new_zeros(width)
     with on_device(output):
-        return doutput, dlse, dpartial, add_rows(dkey_rows), add_rows(dnorm_rows) if width else dnorm_rows
+        if norm_weight is None:
+            return doutput, dlse, dpartial, *add_rows(dkey_rows), dnorm_rows
+        return doutput, dlse, dpartial, *add_rows(dkey_rows, dnorm_rows)

@@ -23,6 +23,7 @@ Offsets are computed in int64.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 2**31 - 2**24  # a token's index is an int32, and a loop over tokens may step past the last one
+MAX_ROWS = 2**28  # a token's index is an int32, and rows are looked for ahead of it by a few times their number
 
 
 class RowsArgument(NamedTuple):
@@ -125,6 +126,11 @@ def rows_or_copy(x: Tensor) -> Rows:
         return rows_of([x.contiguous()])
 
 
+def vectors(*parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Parameters `[D]` whose elements lie side by side, copied where they do not."""
+    return tuple(None if x is None else x.contiguous() for x in parameters)
+
+
 class Tile(NamedTuple):
     """A row of `dim` elements as `len(chunks)` pieces of `width` (a power of two), of which the last may stick out.
 
@@ -149,8 +155,9 @@ def constants(values: _Constants) -> _Constants:
     return type(values)(*wrapped)
 
 
+@functools.cache
 def indices(count: int) -> tuple[tl.constexpr, ...]:
-    """0, 1, ... count - 1 as a kernel takes them: to repeat code, `for j in tl.static_range(len(indices))`, or to map."""
+    """0, 1, ... count - 1 as a kernel takes them, to map over: `[f(j) for j in indices]`."""
     return tuple(tl.constexpr(j) for j in range(count))
 
 

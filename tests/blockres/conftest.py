@@ -6,7 +6,7 @@ import torch
 from blockres import ops
 
 
-@pytest.fixture(params=["cpu"])
+@pytest.fixture(params=["cpu", "kernels"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Runs a test over `blockres.cpu` and over the kernels: on the GPU where there is one, else interpreted.
 

@@ -73,8 +73,10 @@ def test_compiled_is_eager(mode, backend):
         return [*outputs, *grads]
 
     function = compiled(network, mode)
-    for tokens in (5, 9):
-        assert_all_close(run(function, tokens), [x.double() for x in run(network, tokens)], 1e-6)
+    for tokens in (3, 5):
+        with torch._dynamo.config.patch(error_on_recompile=mode == "dynamic" and tokens == 5):
+            got = run(function, tokens)
+        assert_all_close(got, [x.double() for x in run(network, tokens)], 1e-6)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -122,20 +124,28 @@ def test_compiled_to_machine_code():
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("parameter_dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_dtypes_are_independent(name, dtype, parameter_dtype, backend):
-    call = make_call(name, (7, 12), dtype=dtype, parameter_dtype=parameter_dtype, device=backend)
-    for out_dtype in (None, torch.float32, torch.bfloat16):
-        call.named["out_dtype"] = out_dtype
-        exact = call.widened()
-        upstream = random_like(exact(reference))
-        want, want_grads = differentiate(exact, reference, upstream)
-        got, got_grads = differentiate(call, functional, upstream)
-        assert got[0].dtype == (dtype if out_dtype is None else out_dtype)
-        assert [g.dtype for g in got_grads] == [leaf.dtype for leaf in call.leaves]
-        assert_all_close(got, want, 1e-2)
-        assert_all_close(got_grads, want_grads, 2e-2)
+@pytest.mark.parametrize(
+    ("dtype", "parameter_dtype", "out_dtype"),
+    [
+        (torch.float32, torch.float64, None),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float32, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.bfloat16, torch.float16, torch.float32),
+        (torch.float16, torch.float32, torch.bfloat16),
+    ],
+)
+def test_dtypes_are_independent(name, dtype, parameter_dtype, out_dtype, backend):
+    call = make_call(name, (3, 12), dtype=dtype, parameter_dtype=parameter_dtype, device=backend, sources=2, queries=2)
+    call.named["out_dtype"] = out_dtype
+    exact = call.widened()
+    upstream = random_like(exact(reference))
+    want, want_grads = differentiate(exact, reference, upstream)
+    got, got_grads = differentiate(call, functional, upstream)
+    assert got[0].dtype == (dtype if out_dtype is None else out_dtype)
+    assert [g.dtype for g in got_grads] == [leaf.dtype for leaf in call.leaves]
+    assert_all_close(got, want, 1e-2)
+    assert_all_close(got_grads, want_grads, 2e-2)
 
 
 @pytest.mark.parametrize("partial_dtype", [torch.float32, torch.bfloat16])
@@ -203,9 +213,9 @@ def test_only_what_needs_a_gradient_gets_one(name, kept, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_source_gives_zero_gradients_not_none(dtype, backend):
-    call = make_call("attn_res", (50, 32), sources=1, dtype=dtype, device=backend, norm=False)
+    call = make_call("attn_res", (7, 32), sources=1, dtype=dtype, device=backend, norm=False)
     sources, query, weight = call.positional
-    upstream = torch.randn(50, 32, device=backend, dtype=dtype)
+    upstream = torch.randn(7, 32, device=backend, dtype=dtype)
     out = functional.attn_res(sources, query, weight)
     assert torch.equal(out, sources[0])
     out.backward(upstream)
@@ -236,8 +246,10 @@ def chain(sources, queries, gain, chained):
     return total + functional.attn_res(sources, queries[0][0]).square().sum()
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("needed", [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("mode", "needed"),
+    [("eager", (True, True)), ("eager", (False, True)), ("eager", (False, False)), ("compiled", (False, True))],
+)
 def test_chained_sources_get_the_same_gradients(mode, needed, backend):
     start = [torch.randn(4, 12, device=backend).requires_grad_(flag) for flag in needed]
     queries = [torch.randn(3, 12, device=backend, requires_grad=True) for _ in range(3)]
@@ -296,7 +308,7 @@ def test_a_merge_passes_its_partial_through(backend):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_saved_for_backward(name, backend):
     """Inputs, the new partial sum, and a few numbers per token: nothing else of the size of a source."""
-    call = make_call(name, (64, 256), device=backend)
+    call = make_call(name, (8, 256), device=backend)
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.setdefault(x.data_ptr(), x), lambda x: x):
         outputs = call(functional)
@@ -305,7 +317,7 @@ def test_what_is_saved_for_backward(name, backend):
     if name == "attn_res_merge":
         del saved[outputs[1].data_ptr()]
     numbers = sum(x.numel() for x in saved.values())
-    assert numbers <= 64 * {"attn_res": 1 + 2 * 3, "attn_res_inter": 4 + 4 * 3 + 3, "attn_res_merge": 2}[name]
+    assert numbers <= 8 * {"attn_res": 1 + 2 * 3, "attn_res_inter": 4 + 4 * 3 + 3, "attn_res_merge": 2}[name]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -342,7 +354,7 @@ def test_inference_and_autocast_leave_results_as_they_are(name, backend):
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("upstream", ["expanded", "transposed", "every other token", "one number"])
 def test_upstream_gradients_of_any_layout(name, upstream, backend):
-    call = make_call(name, (4, 6, 12), device=backend)
+    call = make_call(name, (2, 3, 12), sources=2, queries=2, device=backend)
     outputs = call(functional)
     grads = []
     for out in outputs:
@@ -362,7 +374,7 @@ def test_upstream_gradients_of_any_layout(name, upstream, backend):
 
 def test_meta_tensors_have_the_shapes(backend):
     for name in OPERATIONS:
-        call = make_call(name, (4, 6, 12), device=backend)
+        call = make_call(name, (2, 3, 12), device=backend)
         meta = call.with_leaves([leaf.detach().to("meta").requires_grad_() for leaf in call.leaves])
         for real, fake in zip(call(functional), meta(functional), strict=True):
             assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bench.cases import EPS
 from bench.implementations import Implementation, Norm, rms_norm
+from blockres import BlockAttnRes
 
 
 class Stream(Protocol):
@@ -56,6 +57,7 @@ class Parameters:
             values = torch.randn(shape.dim, generator=generator, device=device) * std + mean
             return nn.Parameter(values.to(dtype))
 
+        self._residuals: dict[tuple[int, bool], BlockAttnRes] = {}
         self.queries: list[Tensor] = [leaf(0, shape.dim**-0.5) for _ in range(shape.sublayers + 1)]
         self.key_weights: list[Tensor] = [leaf(1, 0.1) for _ in range(shape.sublayers + 1)]
         self.norms: list[Tensor] = [leaf(1, 0.1) for _ in range(shape.sublayers)]
@@ -69,9 +71,21 @@ class Parameters:
         kinds = self.by_kind(norms_only=implementation == "standard")
         return [leaf for kind in kinds.values() for leaf in kind]
 
+    def residual(self, per_block: int, recompute: bool) -> BlockAttnRes:
+        """blockres's module around these parameters, built once."""
+        if (per_block, recompute) not in self._residuals:
+            dim, sublayers = len(self.queries[0]), len(self.norms)
+            residual = BlockAttnRes(dim, sublayers, per_block, eps=EPS, device="meta", recompute=recompute)
+            for index, aggregation in residual.aggregations.items():
+                aggregation.query = self.queries[int(index)]
+                aggregation.key_weight = self.key_weights[int(index)]
+            self._residuals[per_block, recompute] = residual
+        return self._residuals[per_block, recompute]
+
     def to(self, dtype: torch.dtype) -> "Parameters":
         """The same values in another dtype, as new leaves."""
         copy = object.__new__(Parameters)
+        copy._residuals = {}
         for name in ("queries", "key_weights", "norms"):
             setattr(copy, name, [nn.Parameter(x.detach().to(dtype)) for x in getattr(self, name)])
         return copy
@@ -211,14 +225,7 @@ class BlockresStream:
     """What users of blockres run: `BlockAttnRes`, with these parameters."""
 
     def __init__(self, parameters: Parameters, embedding: Tensor, per_block: int, recompute: bool) -> None:
-        from blockres import BlockAttnRes
-
-        dim, sublayers = embedding.shape[-1], len(parameters.norms)
-        residual = BlockAttnRes(dim, sublayers, per_block, eps=EPS, device="meta", recompute=recompute)
-        for index, aggregation in residual.aggregations.items():
-            aggregation.query = parameters.queries[int(index)]
-            aggregation.key_weight = parameters.key_weights[int(index)]
-        self._stream = residual.stream(embedding)
+        self._stream = parameters.residual(per_block, recompute).stream(embedding)
 
     def read(self, norm_weight: Tensor | None) -> Tensor:
         return self._stream.read(None if norm_weight is None else (norm_weight, EPS))

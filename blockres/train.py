@@ -132,7 +132,7 @@ def _run_guarded(setup: Setup, launch: Launch) -> int:
 
 def _describe(error: BaseException) -> str:
     if lost_neighbour(error):
-        return f"another rank has ended; the cause is in what that rank printed last ({error})"
+        return "another rank has ended; the cause is in what that rank printed last"
     return str(error) or type(error).__name__
 
 

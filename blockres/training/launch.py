@@ -48,7 +48,8 @@ class Launch:
             world_size,
             int(os.environ.get("LOCAL_RANK", rank)),
             int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-            dist.PrefixStore("blockres", store),
+            # After a restart torchrun's store still has what the processes before have said.
+            dist.PrefixStore(f"blockres/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store),
         )
 
     def agree(self, facts: dict[str, Any], problem: str | None = None) -> str | None:

@@ -20,7 +20,7 @@ from torch import nn
 from blockres import train
 from blockres.models.gpt import MLP, Attention
 from blockres.training.launch import Launch
-from tests.support.command import EXACT, TINY, losses, metrics, ranks, refusals, run_alone, run_ranks
+from tests.support.command import EXACT, exit_code, losses, metrics, ranks, refusals, run_alone, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def own_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("residual", ["block", "full", "standard"])
 def test_one_process_trains_and_says_what_it_did(tmp_path, capsys, residual):
-    records = run_alone(tmp_path, "--residual", residual)
+    records = run_alone(tmp_path, "--residual", residual, plots=True)
     assert [record["step"] for record in records] == [0, 1, 2, 2, 3, 4, 4]
     assert all(math.isfinite(value) for value in losses(records))
     said = capsys.readouterr().out
@@ -49,9 +49,8 @@ def test_one_process_trains_and_says_what_it_did(tmp_path, capsys, residual):
 
 
 def test_it_learns(tmp_path):
-    records = run_alone(
-        tmp_path, "--steps", "60", "--learning-rate", "1e-2", "--num-microbatches", "1", "--eval-batches", "9"
-    )
+    flags = "--steps 60 --learning-rate 1e-2 --num-microbatches 1 --eval-batches 9 --eval-interval 60"
+    records = run_alone(tmp_path, *flags.split())
     validation = [record["validation_loss"] for record in records if "validation_loss" in record]
     assert validation[0] > 5.4
     assert validation[-1] < 3.2
@@ -76,9 +75,9 @@ def test_a_bin_file_in_bfloat16_with_tied_weights(tmp_path, capsys):
 
 
 def test_a_second_run_in_the_same_place_sets_the_first_aside(tmp_path, capsys):
-    first = run_alone(tmp_path, "--steps", "1")
+    first = run_alone(tmp_path, "--steps", "1", plots=True)
     (tmp_path / "notes.txt").touch()
-    run_alone(tmp_path, "--steps", "2", "--residual", "standard")
+    run_alone(tmp_path, "--steps", "2", "--residual", "standard", plots=True)
     assert metrics(tmp_path / "earlier" / "1") == first
     assert {path.name for path in tmp_path.iterdir()} == {
         "earlier", "loss.png", "metrics.jsonl", "notes.txt", "step-000002",
@@ -91,17 +90,14 @@ def test_a_second_run_in_the_same_place_sets_the_first_aside(tmp_path, capsys):
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, capsys, policy):
     flags = ["--learning-rate", "1e38", "--warmup-steps", "0", "--clip-norm", "1e38", "--nan-policy", policy]
-    with pytest.raises(SystemExit) as end:
-        train.main([*TINY, "--out", str(tmp_path), *flags])
+    assert exit_code(tmp_path, *flags) == (policy == "stop")
     said = capsys.readouterr()
-    assert end.value.code == (policy == "stop")
     text = said.err if policy == "stop" else said.out
     assert re.search(r"step 2: loss (nan|inf), gradient norm (nan|inf), broken on ranks: 0", text)
 
 
 def test_without_matplotlib_it_says_so_and_draws_nothing(tmp_path, capsys):
-    with mock.patch("blockres.training.run.find_spec", return_value=None):
-        run_alone(tmp_path, "--steps", "1")
+    run_alone(tmp_path, "--steps", "1")
     assert "no plots: matplotlib is not installed" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.png"))
 

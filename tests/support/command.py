@@ -1,7 +1,7 @@
 """The command `blockres.train` in tests: as one process here, or as real ranks, which may be tampered with.
 
-Ranks are forked from a process that has imported everything; apart from that they are what a launcher would start, with
-nobody to end them but the test.
+Ranks are forked from a process that has imported everything and draw no plots; apart from that they are what a launcher
+would start, with nobody to end them but the test.
 """
 
 import json
@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TypeVar
 from unittest import mock
 
 import pytest
@@ -35,15 +36,29 @@ EXACT = shlex.split("--dtype float64 --tie-weights --sublayers-per-block 3 --cli
 BOUND = 60  # seconds; far more than any of these needs on a busy machine
 
 Fault = Callable[[], None]
+T = TypeVar("T")
 
 
-def run_alone(out: Path, *flags: str, code: int = 0) -> list[dict]:
-    """Run the command as a single process, here; returns the metrics."""
-    failed = AssertionError("the run failed, see above")
-    with mock.patch.object(os, "_exit", side_effect=failed), pytest.raises(SystemExit) as end:
-        train.main([*TINY, "--out", str(out), *flags])
-    assert end.value.code == code
+def run_alone(out: Path, *flags: str, plots: bool = False) -> list[dict]:
+    """Run the command as a single process, here; returns the metrics. Plots take as long as all else."""
+    assert exit_code(out, *flags, plots=plots) == 0
     return metrics(out)
+
+
+def exit_code(out: Path, *flags: str, plots: bool = False) -> int:
+    """Run the command as a single process, here, to an orderly end."""
+    failed = AssertionError("the run failed, see above")
+    with (
+        nullcontext() if plots else without_matplotlib(),
+        mock.patch.object(os, "_exit", side_effect=failed),
+        pytest.raises(SystemExit) as end,
+    ):
+        train.main([*TINY, "--out", str(out), *flags])
+    return end.value.code
+
+
+def without_matplotlib() -> AbstractContextManager:
+    return mock.patch("blockres.training.run.find_spec", return_value=None)
 
 
 def metrics(out: Path) -> list[dict]:
@@ -142,11 +157,13 @@ def seconds_to_end(started: Sequence[Rank], first: Rank, bound: float = BOUND) -
     return time.monotonic() - began
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = BOUND) -> None:
+def wait_for(condition: Callable[[], T], seconds: float = BOUND) -> T:
+    """What the condition returns once that counts as true."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+    return found
 
 
 def _rank_main(environment: dict[str, str], arguments: list[str], fault: Fault | None, output: Path) -> None:
@@ -157,4 +174,5 @@ def _rank_main(environment: dict[str, str], arguments: list[str], fault: Fault |
     os.environ |= environment
     if fault is not None:
         fault()
-    train.main(arguments)
+    with without_matplotlib():
+        train.main(arguments)

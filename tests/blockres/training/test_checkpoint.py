@@ -14,12 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blockres import train
 from blockres.models.gpt import GPT
 from blockres.training import checkpoint, export
 from blockres.training.checkpoint import MANIFEST, Checkpoint, FileRecord
 from blockres.training.trainer import Trainer
-from tests.support.command import EXACT, TINY, after, losses, metrics, refusals, run_alone
+from tests.support.command import EXACT, after, exit_code, losses, metrics, refusals, run_alone
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 FLAGS = [*EXACT, "--checkpoint-interval", "2"]
@@ -201,9 +200,7 @@ def test_a_tensor_that_was_taken_out_is_missed(halfway, tmp_path, capsys):
     save_file(tensors, halfway / SHARD)
     record = FileRecord.of(halfway / SHARD)
     edit_manifest(halfway, lambda m: m["files"].update({SHARD: {"size": record.size, "sha256": record.sha256}}))
-    with pytest.raises(SystemExit) as end:
-        train.main([*TINY, "--out", str(tmp_path / "out"), *FLAGS, "--resume", str(halfway)])
-    assert end.value.code == 1
+    assert exit_code(tmp_path / "out", *FLAGS, "--resume", str(halfway)) == 1
     assert f"{halfway} cannot be loaded: Missing key" in capsys.readouterr().err
 
 
@@ -213,19 +210,25 @@ def test_a_tensor_that_was_taken_out_is_missed(halfway, tmp_path, capsys):
 @pytest.mark.parametrize(
     "place", ["os.fsync", "blockres.training.checkpoint.Checkpoint.write_manifest", "pathlib.Path.rename"]
 )
-def test_a_failure_at_any_point_leaves_the_earlier_one_and_a_message(tmp_path, capsys, place):
-    run_alone(tmp_path, *FLAGS, "--steps", "2")
+def test_a_failure_at_any_point_leaves_the_earlier_one_and_a_message(halfway, tmp_path, capsys, place):
     no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch(place, side_effect=no_space), pytest.raises(SystemExit) as end:
-        train.main([*TINY, "--out", str(tmp_path), *FLAGS, "--resume"])
-    assert end.value.code == 1
+    with mock.patch(place, side_effect=no_space):
+        assert exit_code(tmp_path, *FLAGS, "--resume") == 1
     said = capsys.readouterr().err
     assert "step-000004 cannot be written. " in said
     assert "No space left on device" in said
     assert "step 4" not in said.split("cannot be written")[0]
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-000002"
+    assert checkpoint.newest(tmp_path) == halfway
     assert not list(tmp_path.glob(".unfinished*"))
-    assert len(run_alone(tmp_path, *FLAGS, "--resume")) == 7
+    assert [record["step"] for record in run_alone(tmp_path, *FLAGS, "--resume")] == [2, 3, 4, 4]
+
+
+def test_parts_on_another_disk_are_missed(tmp_path):
+    path = tmp_path / "step-000001"
+    files = checkpoint.write_part(path, 0, {"a": torch.ones(2)}) | {"shard-00002-elsewhere": FileRecord(1, "")}
+    with pytest.raises(OSError, match=r"rank 0 does not see what another rank wrote: .*shard-00002-elsewhere"):
+        checkpoint.finish(Checkpoint(path, 1, {}, 2, files))
+    assert not path.exists()
 
 
 # The whole model in one file.

@@ -27,7 +27,7 @@ from blockres.pipeline import (
 )
 from tests.support.distributed import run_all_well
 
-CONFIG = GPTConfig(vocab_size=13, dim=16, num_layers=4, num_heads=2, num_kv_heads=1, sublayers_per_block=3)
+CONFIG = GPTConfig(vocab_size=13, dim=16, num_layers=2, num_heads=2, num_kv_heads=1, sublayers_per_block=3)
 MICROBATCHES, SHAPE = 4, (2, 5, CONFIG.dim)
 
 Wrap = Callable[[GPT, DeviceMesh], nn.Module]

@@ -1,5 +1,6 @@
 """The agreement between ranks, played by threads that share one store."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -52,6 +53,23 @@ def test_without_torchrun_the_process_is_alone(monkeypatch):
     alone = Launch.find()
     assert (alone.rank, alone.world_size, alone.local_world_size) == (0, 1, 1)
     assert alone.agree({"steps": 1}) is None
+
+
+def test_what_was_said_before_a_restart_is_not_heard(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 1)]))
+    assert Launch.find().agree({"steps": 1}) is None
+    assert Launch.find().store.check(["verdict"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not Launch.find().store.check(["verdict"])
+
+
+def test_all_hear_what_each_has_to_say(monkeypatch):
+    monkeypatch.setattr(dist, "barrier", threading.Barrier(3).wait)
+    with ThreadPoolExecutor(3) as pool:
+        heard = list(pool.map(lambda rank: rank.exchange("topic", {"rank": rank.rank}), ranks(3)))
+    assert heard == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
 
 
 @pytest.mark.parametrize(("name", "gpus", "expected"), [("cpu", 2, "cpu"), (None, 0, "cpu"), (None, 2, "cuda:1")])

@@ -16,10 +16,23 @@ from pathlib import Path
 import pytest
 
 from blockres.models.gpt import MLP
+from blockres.training import checkpoint
 from blockres.training.trainer import Trainer
-from tests.support.command import BOUND, EXACT, TINY, after, losses, metrics, ranks, run_alone, run_ranks, wait_for
+from tests.support.command import (
+    BOUND,
+    EXACT,
+    TINY,
+    after,
+    exit_code,
+    losses,
+    metrics,
+    ranks,
+    run_alone,
+    run_ranks,
+    wait_for,
+)
 
-FLAGS = [*EXACT, "--steps", "8", "--checkpoint-interval", "2"]
+FLAGS = [*EXACT, "--steps", "6", "--checkpoint-interval", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +47,15 @@ def losses_after(step: int, out: Path) -> list[float]:
 
 
 def test_other_layouts_go_on_from_a_checkpoint_and_from_each_others(uninterrupted, tmp_path):
-    """P2 V2 → two replicas of P2 V1 → P1 V1 → P4 V1: fewer ranks, more, and parameters in shards."""
-    first, second, third = (tmp_path / name for name in ("replicas", "one", "four"))
+    """From P2 V2 to P4 V1, and over two replicas of P2 V1, whose parameters are in shards, to P1 V1."""
     flags = [*FLAGS, "--virtual-stages", "1", "--resume"]
-    run_ranks(first, 4, *flags, str(uninterrupted / "step-000002"), "--dp-size", "2")
-    assert losses_after(2, first / "out") == pytest.approx(losses_after(2, uninterrupted), rel=1e-10)
-    run_alone(second, *flags, str(first / "out" / "step-000004"))
-    assert losses_after(4, second) == pytest.approx(losses_after(4, uninterrupted), rel=1e-10)
-    run_ranks(third, 4, *flags, str(second / "step-000006"))
-    assert losses_after(6, third / "out") == pytest.approx(losses_after(6, uninterrupted), rel=1e-10)
+    four, replicas, one = tmp_path / "four" / "out", tmp_path / "replicas" / "out", tmp_path / "one"
+    run_ranks(four.parent, 4, *flags, str(uninterrupted / "step-000004"))
+    assert losses_after(4, four) == pytest.approx(losses_after(4, uninterrupted), rel=1e-10)
+    run_ranks(replicas.parent, 4, *flags, str(uninterrupted / "step-000002"), "--dp-size", "2")
+    assert losses_after(2, replicas) == pytest.approx(losses_after(2, uninterrupted), rel=1e-10)
+    run_alone(one, *flags, str(replicas / "step-000004"))
+    assert losses_after(4, one) == pytest.approx(losses_after(4, uninterrupted), rel=1e-10)
 
 
 def send_itself(number: signal.Signals) -> None:
@@ -57,17 +70,24 @@ def send_itself(number: signal.Signals) -> None:
     Trainer.train_step = train_step
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
-def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(uninterrupted, tmp_path, number, code):
+def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(uninterrupted, tmp_path):
     out = tmp_path / "out"
     flags = ["--out", str(out), *FLAGS, "--checkpoint-interval", "1000"]
-    with ranks(tmp_path, flags, flags, faults={1: partial(send_itself, number)}) as started:
-        assert [rank.code() for rank in started] == [code, code]
+    with ranks(tmp_path, flags, flags, faults={1: partial(send_itself, signal.SIGTERM)}) as started:
+        assert [rank.code() for rank in started] == [143, 143]
         saved = out / "step-000004"
         for index, rank in enumerate(started):
-            assert f"rank {index}: {number.name}: the run is saved in {saved}, --resume goes on from there" in rank.said
+            assert f"rank {index}: SIGTERM: the run is saved in {saved}, --resume goes on from there" in rank.said
     run_ranks(tmp_path, 2, *FLAGS, "--resume")
     assert losses(metrics(out)) == losses(metrics(uninterrupted))
+
+
+def test_ctrl_c_has_its_own_exit_code(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Trainer, "train_step", Trainer.train_step)
+    send_itself(signal.SIGINT)
+    assert exit_code(tmp_path, "--steps", "5") == 130
+    assert f"SIGINT: the run is saved in {tmp_path / 'step-000004'}" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def catches(process: BaseProcess, number: signal.Signals) -> bool:
@@ -94,21 +114,19 @@ def test_a_second_signal_ends_a_rank_that_waits_for_a_peer(tmp_path):
 
 
 def test_torchrun_is_told_to_end_and_its_ranks_save(tmp_path):
-    out = tmp_path / "out"
+    out, output = tmp_path / "out", tmp_path / "output.txt"
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "blockres.train"]
     flags = ["--out", str(out), "--steps", "1000000", "--eval-interval", "1000000"]
-    command = [sys.executable, "-m", *launcher, *TINY, *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with output.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-m", *launcher, *TINY, *flags], stdout=file, stderr=file)
     try:
         wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) > 2)
         process.terminate()
-        _, said = process.communicate(timeout=BOUND)
+        assert process.wait(BOUND) != 0
     finally:
         process.kill()
-    assert process.returncode != 0
-    (saved,) = out.glob("step-*")
-    assert set(re.findall(r"rank (\d): SIGTERM: the run is saved in (\S+),", said)) == {
-        ("0", str(saved)),
-        ("1", str(saved)),
-    }
-    assert len(run_alone(tmp_path / "on", "--steps", str(int(saved.name[5:]) + 1), "--resume", str(saved))) > 1
+        process.wait()
+    (saved,) = checkpoint.in_order(out)
+    said = re.findall(r"rank (\d): SIGTERM: the run is saved in (\S+),", output.read_text())
+    assert set(said) == {("0", str(saved)), ("1", str(saved))}
+    assert metrics(out)[-1]["step"] == checkpoint.steps_of(saved)

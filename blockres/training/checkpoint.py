@@ -52,7 +52,7 @@ class Checkpoint:
     """A checkpoint on the disk, as its manifest describes it.
 
     Attributes:
-        step: optimizer steps done.
+        step: optimizer steps done; with the seed among the settings, also the position in the data.
         settings: the flags of the run that wrote it, by name.
         num_ranks: the processes of that run.
         files: all others in the directory, by name.

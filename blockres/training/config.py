@@ -119,7 +119,8 @@ class RunFlags:
         checkpoint_interval: steps between checkpoints; there is one after the last step in any case, and where SIGTERM
             or Ctrl-C end the run.
         keep_checkpoints: how many of a run's checkpoints stay, the newest ones; all by default.
-        resume: go on from this checkpoint, or without a value from the newest in --out, if there is one yet.
+        resume: go on from this checkpoint or the newest of this run's directory; without a value from the newest in
+            --out, if there is one yet.
         out: directory of metrics, plots and checkpoints.
         seed: of the initial values and of the order of the data.
         device: cpu or cuda; by default cuda where there is a GPU.

@@ -94,9 +94,12 @@ def find_checkpoint(config: TrainConfig, settings: dict[str, Any], launch: Launc
         ValueError: where the checkpoint is damaged, or this run cannot go on from it.
     """
     wanted = config.run.resume
-    path = checkpoint.newest(config.run.out) if wanted == NEWEST else wanted
-    if path is None:
+    if wanted is None:
         return None
+    path = checkpoint.newest(config.run.out if wanted == NEWEST else wanted)
+    if path is None and wanted == NEWEST:
+        return None
+    path = path or wanted
     found = Checkpoint.open(path)
     found.verify(launch.rank, launch.world_size)
     differing = [text for name, text in _differences(found, settings).items() if name in MODEL_FLAGS]

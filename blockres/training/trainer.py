@@ -197,7 +197,9 @@ class Trainer:
             for sublayer in part.sublayers.values():
                 sublayer.compile()
         if self.config.parallel.dp_size > 1:
-            # The rows of an embedding are a view, which FSDP warns of; nobody writes into them in place.
+            # DistributedDataParallel would not see backwards that run in halves. The part is one unit since its
+            # sublayers' norms are read outside of them, in the aggregation. The embedding's rows, which it returns, are
+            # a view, and FSDP warns of writing into such in place, which nobody does.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
             fully_shard(part, mesh=self.mesh["dp"])
         return part

@@ -100,6 +100,11 @@ def test_the_newest_is_found_and_the_metrics_go_on_where_it_was_written(finished
     assert not (out / "earlier").exists()
 
 
+def test_the_directory_of_another_run_stands_for_its_newest(halfway, tmp_path, capsys):
+    run_alone(tmp_path / "out", *FLAGS, "--resume", str(tmp_path))
+    assert f"going on after step 2 from {halfway}" in capsys.readouterr().out
+
+
 def test_going_back_sets_later_checkpoints_aside(finished, tmp_path):
     out = Path(shutil.copytree(finished, tmp_path / "out"))
     run_alone(out, *FLAGS, "--resume", str(out / "step-000002"), "--learning-rate", "1e-4")

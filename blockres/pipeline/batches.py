@@ -20,23 +20,6 @@ SEQUENCE_DIM = 1
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a rank was given for a step.
-
-    Attributes:
-        args: the input of the first stage's module; of no account on other ranks.
-        kwargs: for the modules of all of the rank's stages.
-        target: of no account but on the last stage's rank.
-        row_lengths: on the first stage's rank, how much of each row of padded inputs is real; `[rows]`, integers.
-    """
-
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    target: Any = None
-    row_lengths: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class StepShapes:
     """Of a source, in each microbatch of one step.
 
@@ -84,6 +67,57 @@ class Division:
                 f"number of rows must be a multiple of {self.count}"
             )
         return parts
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank was given for a step: a whole batch, or microbatches that the caller has divided.
+
+    Attributes:
+        args: the input of the first stage's module; of no account on other ranks.
+        kwargs: for the modules of all of the rank's stages.
+        target: of no account but on the last stage's rank.
+        row_lengths: on the first stage's rank, how much of each row of padded inputs is real; `[rows]`, integers.
+        arg_mbs, kwarg_mbs, target_mbs: instead of `args`, `kwargs` and `target`, one for each microbatch.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    row_lengths: Tensor | None = None
+    arg_mbs: Sequence[tuple[Any, ...]] | None = None
+    kwarg_mbs: Sequence[dict[str, Any]] | None = None
+    target_mbs: Sequence[Any] | None = None
+
+    def inputs(self, division: Division, with_args: bool) -> list[Inputs]:
+        """Arguments by microbatch, those by position only where a rank needs them.
+
+        Raises:
+            ValueError: where the rows do not divide, or where there are not as many microbatches as there must be.
+        """
+        self._check_divided(division.count)
+        if self.arg_mbs is None and self.kwarg_mbs is None:
+            return division.inputs(self.args if with_args else (), self.kwargs)
+        args = self.arg_mbs if with_args and self.arg_mbs is not None else [()] * division.count
+        return list(zip(args, self.kwarg_mbs or [{}] * division.count, strict=True))
+
+    def targets(self, division: Division) -> list[Any] | None:
+        """Targets by microbatch, None where there are none. ValueError where the rows do not divide."""
+        if self.target_mbs is not None:
+            return list(self.target_mbs)
+        return None if self.target is None else division.targets(self.target)
+
+    def _check_divided(self, count: int) -> None:
+        divided = {"arg_mbs": self.arg_mbs, "kwarg_mbs": self.kwarg_mbs, "target_mbs": self.target_mbs}
+        for name, microbatches in divided.items():
+            if microbatches is not None and len(microbatches) != count:
+                raise ValueError(f"{name} has {len(microbatches)} microbatches, the schedule was built for {count}")
+        is_whole = bool(self.args) or bool(self.kwargs) or self.target is not None or self.row_lengths is not None
+        if is_whole and any(microbatches is not None for microbatches in divided.values()):
+            raise ValueError(
+                "arg_mbs, kwarg_mbs and target_mbs are microbatches that are divided, and cut, already; what they come "
+                "with must not be a whole batch or variable_seq_lengths"
+            )
 
 
 def sequence_length(values: Any) -> int:

@@ -142,6 +142,9 @@ def evaluate(
     losses: list[Tensor] | None = None,
     return_outputs: bool = True,
     variable_seq_lengths: Tensor | None = None,
+    arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+    kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+    target_mbs: Sequence[Any] | None = None,
     shape_of: ShapeOf | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
@@ -154,7 +157,7 @@ def evaluate(
         kwargs: for the modules of all of this rank's stages.
         target, loss_fn, loss_kwargs, losses: where given, the rank with the last stage fills `losses`, one per
             microbatch, with `loss_fn(output, target, **loss_kwargs)`.
-        variable_seq_lengths: as in a schedule's `step`.
+        variable_seq_lengths, arg_mbs, kwarg_mbs, target_mbs: as in a schedule's `step`.
         shape_of: as in `build_schedule`.
 
     Returns:
@@ -165,7 +168,7 @@ def evaluate(
         ValueError: on all ranks alike, where they were given different settings or one cannot use its batch.
     """
     start = StepStart(stages, Division(n_microbatches), shape_of)
-    batch = Batch(args, kwargs, target, variable_seq_lengths)
+    batch = Batch(args, kwargs, target, variable_seq_lengths, arg_mbs, kwarg_mbs, target_mbs)
     return _evaluate(start, batch, partial(loss_fn, **loss_kwargs or {}) if loss_fn else None, losses, return_outputs)
 
 
@@ -185,6 +188,9 @@ class _Careful:
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
         variable_seq_lengths: Tensor | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """One training step on a whole batch. Called on every rank.
@@ -213,6 +219,9 @@ class _Careful:
 
                 The sum of `losses` is the batch's loss, and gradients are those of the padded batch with its padding
                 masked, wherever a token's output does not depend on the padding after it.
+            arg_mbs, kwarg_mbs, target_mbs: instead of `args`, `kwargs` and `target`, microbatches that are divided
+                already, one tuple, dict or target each, of any batch sizes and lengths (as in `step` of PyTorch 2.14).
+                What is said above about losses holds where they differ.
 
         Returns:
             On the last stage's rank, unless `return_outputs` is False, the whole batch's output; where microbatches had
@@ -222,7 +231,7 @@ class _Careful:
             ValueError: on all ranks alike, where they were given different settings or one cannot use its batch.
         """
         leftovers = [getattr(self, name) for name in SCHEDULE_STATE if hasattr(self, name)]
-        batch = Batch(args, kwargs, target, variable_seq_lengths)
+        batch = Batch(args, kwargs, target, variable_seq_lengths, arg_mbs, kwarg_mbs, target_mbs)
         with (
             _cleaning_up(self.block_start.stages, *leftovers),
             quiet_schedule_tables(),
@@ -243,10 +252,13 @@ class _Careful:
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
         variable_seq_lengths: Tensor | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Tensor | None:
         """`evaluate` with the schedule's microbatches and loss; only the last stage's rank needs `target`."""
-        batch = Batch(args, kwargs, target, variable_seq_lengths)
+        batch = Batch(args, kwargs, target, variable_seq_lengths, arg_mbs, kwarg_mbs, target_mbs)
         loss_fn = partial(self.block_loss_fn, **loss_kwargs or {}) if self.block_loss_fn else None
         return _evaluate(self.block_start, batch, loss_fn, losses, return_outputs)
 

@@ -136,19 +136,16 @@ class StepStart:
         mine = Microbatches([], [(0,) * self._dims] * self._division.count)
         is_first, is_last = any(stage.is_first for stage in self.stages), any(stage.is_last for stage in self.stages)
         try:
-            mine.inputs = self._division.inputs(batch.args if is_first else (), batch.kwargs)
+            mine.inputs = batch.inputs(self._division, with_args=is_first)
             if is_last:
-                mine.targets = self._divide_target(batch.target, training)
+                mine.targets = batch.targets(self._division)
+                if mine.targets is None and training and self._needs_target:
+                    raise ValueError("the last stage runs on this rank, which was given no target for the loss")
             if is_first:
                 self._measure(mine, batch.row_lengths)
         except Exception as error:  # whatever a user's shape_of raises: the others wait to hear of it
             return mine, error
         return mine, None
-
-    def _divide_target(self, target: Any, training: bool) -> list[Any] | None:
-        if target is None and training and self._needs_target:
-            raise ValueError("the last stage runs on this rank, which was given no target for the loss")
-        return None if target is None else self._division.targets(target)
 
     def _measure(self, mine: Microbatches, row_lengths: Tensor | None) -> None:
         """On the first stage's rank: cut the inputs if they are padded, and find the shapes."""

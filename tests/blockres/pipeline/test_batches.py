@@ -6,7 +6,16 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn.attention.flex_attention import create_block_mask
 
-from blockres.pipeline.batches import Division, StepShapes, cut, leading_shape, level, longest_rows, sequence_length
+from blockres.pipeline.batches import (
+    Batch,
+    Division,
+    StepShapes,
+    cut,
+    leading_shape,
+    level,
+    longest_rows,
+    sequence_length,
+)
 
 
 def test_all_tensors_are_divided_and_everything_else_is_repeated() -> None:
@@ -117,3 +126,29 @@ def test_padding_is_what_was_cut() -> None:
     shapes = StepShapes(((2, 3, 4, 5), (2, 7, 4, 5)), padded_length=7)
     assert [shapes.padding(microbatch) for microbatch in (0, 1)] == [2 * 4 * 4 * 5, 0]
     assert StepShapes(((2, 3, 5),)).padding(0) == 0
+
+
+def test_microbatches_may_be_divided_already() -> None:
+    division = Division(2)
+    tokens, extra = [torch.zeros(1, 2), torch.zeros(3, 4)], [{"x": 1}, {"x": 2}]
+    batch = Batch(arg_mbs=[(t,) for t in tokens], kwarg_mbs=extra, target_mbs=["a", "b"])
+    assert batch.inputs(division, with_args=True) == [((tokens[0],), {"x": 1}), ((tokens[1],), {"x": 2})]
+    assert batch.inputs(division, with_args=False) == [((), {"x": 1}), ((), {"x": 2})]
+    assert batch.targets(division) == ["a", "b"]
+    assert Batch(target_mbs=["a", "b"]).inputs(division, with_args=True) == [((), {})] * 2
+    assert Batch().targets(division) is None
+
+
+def test_what_is_divided_already_must_fit() -> None:
+    pair, lengths = [(torch.zeros(1),)] * 2, torch.ones(2, dtype=torch.int64)
+    for batch, message in (
+        (Batch(arg_mbs=pair * 2), "arg_mbs has 4 microbatches, the schedule was built for 2"),
+        (Batch(arg_mbs=pair, kwarg_mbs=[{}]), "kwarg_mbs has 1 microbatches"),
+        (Batch(arg_mbs=pair, target_mbs=[0, 0, 0]), "target_mbs has 3 microbatches"),
+        (Batch(arg_mbs=pair, args=pair[0]), "must not be a whole batch"),
+        (Batch(arg_mbs=pair, target=torch.zeros(2)), "must not be a whole batch"),
+        (Batch(target_mbs=[0, 0], kwargs={"x": 1}), "must not be a whole batch"),
+        (Batch(arg_mbs=pair, row_lengths=lengths), "must not be a whole batch or variable_seq_lengths"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch.inputs(Division(2), with_args=True)

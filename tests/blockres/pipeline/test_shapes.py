@@ -47,6 +47,7 @@ def _check_step(pipeline: Pipeline, case: Case) -> None:
     assert set(pipeline.gradients()) == own & set(expected)
     assert largest_error(pipeline.gradients(), expected) <= bound, f"{case}, {case.shape}"
     assert len(pipeline.cache) == 0
+    assert all(stage.step_shapes is None for stage in pipeline.stages), "the next step may have others"
 
 
 def _check_evaluation(pipeline: Pipeline, case: Case) -> None:
@@ -341,6 +342,33 @@ def test_ranks_out_of_step_stop() -> None:
     assert "by peer" in str(ahead.error), "closed or reset"
 
 
+def divided_microbatches_may_have_any_size(rank: int) -> None:
+    """Each of its own batch size and length, divided by the caller: gradients of the sum of all token losses."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((2, 3), (1, 7), (3, 1), (2, 5))
+    inputs, targets = [[torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes] for _ in range(2)]
+    tokens = {"tokens": sum(target.numel() for target in targets)}
+    for base in (LOOP, LOOP.but(schedule="ZBVZeroBubble")):
+        case = base.but(model={"causal": True})
+        model, pipeline = whole_model(case), build(case, rank)
+        loss = sum(masked_loss(model(i), t, **tokens) for i, t in zip(inputs, targets, strict=True))
+        loss.backward()
+        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        pipeline.schedule = build_schedule(case.schedule, pipeline.stages, 4, masked_loss, scale_grads=False)
+        options: dict[str, Any] = {"loss_kwargs": tokens}
+        if pipeline.stages[0].is_first:
+            options["arg_mbs"] = [(i,) for i in inputs]
+        if pipeline.stages[-1].is_last:
+            options["target_mbs"] = targets
+        for run in (pipeline.schedule.step, pipeline.schedule.eval):
+            losses: list[Tensor] = []
+            merged = run(losses=losses, **options)
+            if merged is not None:
+                assert sum(losses).item() == pytest.approx(loss.item(), rel=1e-12)
+                assert merged.shape[:2] == (8, 7)
+        assert largest_error(pipeline.gradients(), expected) <= 1e-12
+
+
 def shift_of_batch() -> Tensor:
     return torch.randn(8, PADDED_TO, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
@@ -372,6 +400,7 @@ CHECKS: dict[int, list[Check]] = {
         sizes_change_from_step_to_step,
         cut_microbatches_give_the_gradients_of_the_padded_batch,
         what_is_cut_is_packed_as_well,
+        divided_microbatches_may_have_any_size,
         keyword_inputs_reach_all_ranks_and_are_cut,
         a_refused_batch_is_an_error_on_all_ranks,
         a_users_shape_of_may_fail_on_its_rank,

@@ -5,6 +5,9 @@ cache = BlockCache()
 stages = [BlockResStage(part, index, routing, device=…, cache=cache, microbatch_shape=(B, T, D), dtype=…) for …]
 schedule = build_schedule("Interleaved1F1B", stages, n_microbatches, loss_fn)    # or one of PyTorch's own
 schedule.step(inputs, target=targets, losses=losses)
+
+Every batch may have another shape, in training and in evaluation. A batch padded on the right is cut to the longest row
+of each microbatch by `schedule.step(inputs, target=targets, variable_seq_lengths=lengths, …)`.
 """
 
 from blockres.pipeline.cache import BlockCache, CachePeak

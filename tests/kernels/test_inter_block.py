@@ -1,0 +1,314 @@
+"""The kernels of phase 1: values to the project's bounds, traffic to the byte, layouts and determinism."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.interpreter import count_traffic
+from blockres import reference
+from blockres_kernels import inter_block, launch
+from tests.support.memory import guarded, poisoned_allocations
+from tests.support.numerics import assert_rounded_once, correlated_sources, relative_error
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+counted = pytest.mark.skipif(torch.cuda.is_available(), reason="bytes are counted by the interpreter")
+BOUNDS = {FP64: 1e-12, FP32: 2e-6, BF16: 4e-3, FP16: 4e-3}
+
+
+@dataclass(frozen=True)
+class Phase1:
+    """One call and the gradients that arrive: S of the outputs, of lse, and those that sources have already."""
+
+    sources: list[Tensor]
+    queries: Tensor
+    key_weights: Tensor | None
+    norm_weight: Tensor | None
+    grad_outputs: list[Tensor]
+    grad_lse: Tensor | None
+    existing: list[Tensor | None]
+    settings: tuple[float, float, float] = (1e-6, 0.7, 1e-5)
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.queries, self.key_weights, self.norm_weight
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dtype = self.grad_outputs[0].dtype
+        return inter_block.attn_res_inter_forward(self.sources, *self.parameters, *self.settings, dtype)
+
+    def backward(self, statistics, needs_grad=None) -> tuple[list[Tensor], Tensor, Tensor]:
+        return inter_block.attn_res_inter_backward(
+            self.grad_outputs,
+            self.grad_lse,
+            self.sources,
+            *self.parameters,
+            *statistics,
+            *self.settings,
+            needs_grad or [True] * len(self.sources),
+            self.existing,
+        )
+
+    def run(self) -> list[Tensor]:
+        """Outputs, lse, gradients of the keys and of the norm weight, gradients of the sources."""
+        outputs, lse, scores, rstd = self.forward()
+        dsources, dkeys, dnorm = self.backward((lse, scores, rstd))
+        return [outputs, lse, dkeys, dnorm, *dsources]
+
+    def exact(self) -> list[Tensor]:
+        """The same by autograd through the definition, in float64."""
+        sources = [x.cpu().double().requires_grad_() for x in self.sources]
+        keys = self.queries.cpu().double() * (1 if self.key_weights is None else self.key_weights.cpu().double())
+        keys = keys.requires_grad_()
+        norm = None if self.norm_weight is None else self.norm_weight.cpu().double().requires_grad_()
+        eps, scale, norm_eps = self.settings
+        outputs, lse = reference.attn_res_inter(
+            sources, keys, eps=eps, scale=scale, norm_weight=norm, norm_eps=norm_eps
+        )
+        total = sum((o * g.cpu().double()).sum() for o, g in zip(outputs, self.grad_outputs, strict=True))
+        if self.grad_lse is not None:
+            total = total + (lse * self.grad_lse.cpu().double()).sum()
+        dnorm = torch.empty(0)
+        leaves = [keys, *sources] if norm is None else [keys, *sources, norm]
+        dkeys, *dsources = torch.autograd.grad(total, leaves)
+        if norm is not None:
+            dnorm = dsources.pop()
+        dsources = [d if e is None else d + e.cpu().double() for d, e in zip(dsources, self.existing, strict=True)]
+        return [outputs.detach(), lse.detach(), dkeys, dnorm, *dsources]
+
+
+def random_phase1(
+    sources, queries, shape, device, *, dtype=FP32, common=1.0, norm=True, grad_lse=True, existing=True,
+    parameter_dtype=FP32, out_dtype=None,
+):  # fmt: skip
+    dim = shape[-1]
+    return Phase1(
+        correlated_sources(sources, shape, common, dtype, device),
+        (torch.randn(queries, dim, device=device) * dim**-0.5).to(parameter_dtype),
+        (torch.rand(queries, dim, device=device) + 0.5).to(parameter_dtype),
+        (torch.rand(dim, device=device) + 0.5).to(parameter_dtype) if norm else None,
+        [torch.randn(shape, device=device).to(out_dtype or dtype) for _ in range(queries)],
+        torch.randn(queries, *shape[:-1], dtype=torch.promote_types(dtype, FP32), device=device) if grad_lse else None,
+        [torch.randn(shape, device=device).to(dtype) if existing and j % 2 == 0 else None for j in range(sources)],
+    )
+
+
+def assert_close(problem: Phase1) -> None:
+    (outputs, lse, dkeys, dnorm, *dsources), exact = problem.run(), problem.exact()
+    if outputs.dtype in (BF16, FP16):
+        assert_rounded_once(outputs, exact[0])
+    else:
+        assert relative_error(outputs.cpu(), exact[0]) <= BOUNDS[outputs.dtype]
+    parameters = 1e-12 if problem.sources[0].dtype == FP64 else 2e-6
+    assert relative_error(lse.cpu(), exact[1]) <= parameters
+    assert relative_error(dkeys.cpu(), exact[2]) <= parameters
+    assert dnorm.shape == exact[3].shape
+    assert relative_error(dnorm.cpu(), exact[3]) <= parameters
+    for j, (gradient, right) in enumerate(zip(dsources, exact[4:], strict=True)):
+        assert relative_error(gradient.cpu(), right) <= BOUNDS[gradient.dtype], f"source {j}"
+
+
+def is_whole(sources: int, queries: int, dim: int, dtype: torch.dtype, norm: bool, adds: bool) -> bool:
+    """Whether one kernel does the whole backward."""
+    size = launch.bucket(sources)
+    return launch.attn_res_inter_backward(dim, dtype.itemsize, queries, size, norm, adds, launch.lanes()).whole
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(
+    ("sources", "queries", "shape"),
+    [(1, 1, (5, 96)), (2, 4, (2, 3, 100)), (9, 16, (2, 128)), (5, 3, (2, 768)), (17, 2, (3, 96)), (33, 4, (1, 96))],
+)
+def test_values_and_gradients(sources, queries, shape, dtype, device):
+    assert_close(random_phase1(sources, queries, shape, device, dtype=dtype))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("grad_lse", [False, True])
+@pytest.mark.parametrize(("sources", "queries"), [(3, 4), (3, 64)])
+def test_with_and_without_norm_and_gradient_of_lse(sources, queries, grad_lse, norm, device):
+    assert_close(random_phase1(sources, queries, (2, 128), device, dtype=BF16, norm=norm, grad_lse=grad_lse))
+
+
+def test_as_many_queries_as_a_block_may_have(device):
+    assert_close(random_phase1(3, 64, (1, 96), device, dtype=BF16))
+
+
+@pytest.mark.parametrize("common", [3.0, 10.0])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("sources", "queries"), [(4, 3), (9, 24), (17, 2)])
+def test_what_sources_have_in_common_costs_no_digits(sources, queries, dtype, common, device):
+    assert_close(random_phase1(sources, queries, (3, 256), device, dtype=dtype, common=common))
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [(FP32, BF16), (BF16, FP32), (FP64, FP64)])
+def test_dtypes_are_independent(dtype, out_dtype, device):
+    assert_close(random_phase1(3, 4, (3, 96), device, dtype=dtype, out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize("parameter_dtype", [BF16, FP16, FP64])
+def test_parameters_of_any_float_dtype(parameter_dtype, device):
+    assert_close(random_phase1(3, 4, (3, 96), device, dtype=BF16, parameter_dtype=parameter_dtype))
+
+
+@pytest.mark.parametrize("dim", [7186, 16384])
+def test_wide_rows(dim, device):
+    assert_close(random_phase1(3, 2, (1, dim), device, dtype=BF16))
+
+
+@pytest.mark.parametrize("queries", [1, 4, 24])
+def test_one_source_gives_itself_and_no_query_gradient(queries, device):
+    problem = random_phase1(1, queries, (3, 96), device, dtype=BF16, norm=False, grad_lse=False)
+    outputs, _, dkeys, *_ = problem.run()
+    assert torch.equal(outputs, problem.sources[0].expand_as(outputs))
+    assert not dkeys.any()
+
+
+def test_no_tokens(device):
+    outputs, lse, dkeys, dnorm, *dsources = random_phase1(3, 4, (2, 0, 96), device).run()
+    assert outputs.shape == (4, 2, 0, 96)
+    assert lse.shape == (4, 2, 0)
+    assert [x.shape for x in dsources] == [(2, 0, 96)] * 3
+    assert not dkeys.any()
+    assert not dnorm.any()
+
+
+def test_sources_of_zeros_and_of_the_largest_halves(device):
+    problem = random_phase1(3, 4, (3, 96), device, dtype=FP16, existing=False)
+    for extreme in (lambda x: torch.zeros_like(x), lambda x: (x.sign() * 1e4).to(FP16)):
+        results = dataclasses.replace(problem, sources=[extreme(x) for x in problem.sources]).run()
+        assert all(x.isfinite().all() for x in results)
+
+
+def test_every_way_through_the_kernels_is_taken_by_the_cases_here():
+    """(forward reads sources once, backward reads everything once) for the cases of this file."""
+    ways = []
+    for sources, queries, dim in [*CASES, (3, 2, 16384)]:
+        held = launch.attn_res_inter_forward(dim, 2, queries, launch.bucket(sources)).held
+        ways.append((held, is_whole(sources, queries, dim, BF16, True, True)))
+    assert ways == [(True, True), (True, False), (False, False)]
+
+
+CASES = [(3, 4, 96), (9, 24, 96)]
+
+
+@pytest.mark.parametrize(("sources", "queries", "dim"), CASES)
+def test_two_runs_are_bit_identical_and_a_token_stands_alone(sources, queries, dim, device):
+    problem = random_phase1(sources, queries, (5, dim), device, dtype=BF16)
+    first, second = problem.run(), problem.run()
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    here = slice(3, 4)
+    alone = dataclasses.replace(
+        problem,
+        sources=[x[here] for x in problem.sources],
+        grad_outputs=[x[here] for x in problem.grad_outputs],
+        grad_lse=problem.grad_lse[:, here],
+        existing=[None if x is None else x[here] for x in problem.existing],
+    ).run()
+    assert torch.equal(alone[0], first[0][:, here])
+    assert torch.equal(alone[1], first[1][:, here])
+    assert all(torch.equal(x, y[here]) for x, y in zip(alone[4:], first[4:], strict=True))
+
+
+@pytest.mark.parametrize(("sources", "queries", "dim"), CASES)
+def test_a_nan_stays_in_its_token(sources, queries, dim, device):
+    problem = random_phase1(sources, queries, (4, dim), device, dtype=BF16)
+    clean = problem.run()
+    spoilt = [x.clone() for x in problem.sources]
+    spoilt[1][2, 7] = torch.nan
+    dirty = dataclasses.replace(problem, sources=spoilt).run()
+    others = [0, 1, 3]
+    assert dirty[0][:, 2].isnan().all()
+    assert torch.equal(dirty[0][:, others], clean[0][:, others])
+    assert all(torch.equal(x[others], y[others]) for x, y in zip(dirty[4:], clean[4:], strict=True))
+
+
+@pytest.mark.parametrize(("sources", "queries", "dim"), CASES)
+def test_results_are_written_in_full_and_nothing_else_is(sources, queries, dim, device):
+    problem = random_phase1(sources, queries, (3, dim), device, dtype=BF16)
+    clean = problem.run()
+    surrounded = dataclasses.replace(
+        problem,
+        sources=[guarded(x).tensor for x in problem.sources],
+        grad_outputs=[guarded(x).tensor for x in problem.grad_outputs],
+    )
+    with poisoned_allocations() as allocated:
+        poisoned = surrounded.run()
+    assert len(allocated) > 4
+    assert all(torch.equal(x, y) for x, y in zip(clean, poisoned, strict=True))
+
+
+LAYOUTS = {
+    "stacked": lambda x: torch.stack([x, x + 1, x * 2]).unbind(0),
+    "bank": lambda x: torch.stack([x, x + 1, x * 2], dim=2).unbind(2),
+    "padded": lambda x: [torch.nn.functional.pad(y, (0, 13))[..., :-13] for y in (x, x + 1, x * 2)],
+    "transposed": lambda x: [x.transpose(0, 1).contiguous().transpose(0, 1), x + 1, x * 2],
+    "one token for all": lambda x: [x[:1, :1].expand_as(x), x + 1, x[:1].expand_as(x)],
+    "one storage twice": lambda x: [x, x, x * 2],
+}
+
+
+@pytest.mark.parametrize("queries", [3, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_read_where_they_lie(layout, queries, device):
+    problem = random_phase1(3, queries, (2, 3, 96), device, dtype=BF16)
+    gradient = LAYOUTS[layout](torch.randn(2, 3, 96, device=device).to(BF16))
+    strided = dataclasses.replace(
+        problem,
+        sources=list(LAYOUTS[layout](problem.sources[0])),
+        grad_outputs=[gradient[s % 3] for s in range(queries)],
+    )
+    compact = dataclasses.replace(
+        strided,
+        sources=[x.contiguous() for x in strided.sources],
+        grad_outputs=[x.contiguous() for x in strided.grad_outputs],
+    )
+    assert all(torch.equal(x, y) for x, y in zip(strided.run(), compact.run(), strict=True))
+
+
+@pytest.mark.parametrize("queries", [3, 64])
+def test_offsets_beyond_two_to_the_31(queries, device):
+    stride = 2**30 + 8
+    far = torch.empty(2 * stride + 64, dtype=BF16, device=device).as_strided((3, 64), (stride, 1))
+    near = random_phase1(3, queries, (3, 64), device, dtype=BF16)
+    far.copy_(near.sources[0])
+    got = dataclasses.replace(near, sources=[far, *near.sources[1:]]).run()
+    assert all(torch.equal(x, y) for x, y in zip(got, near.run(), strict=True))
+
+
+@pytest.mark.parametrize("queries", [3, 64])
+def test_a_source_that_needs_no_gradient(queries, device):
+    problem = random_phase1(3, queries, (2, 96), device, dtype=BF16, existing=False)
+    _, *statistics = problem.forward()
+    everything = problem.backward(statistics)
+    dsources, dkeys, _ = problem.backward(statistics, [False, True, False])
+    assert torch.equal(dkeys, everything[1])
+    assert torch.equal(dsources[1], everything[0][1])
+    assert dsources[0].shape == dsources[2].shape == (0,)
+
+
+@counted
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("sources", "queries", "dim", "held", "whole"),
+    [(3, 4, 128, True, True), (9, 16, 128, True, True), (3, 4, 2048, True, True), (9, 16, 2048, True, False),
+     (3, 64, 128, True, False), (17, 2, 2048, False, False)],
+)  # fmt: skip
+def test_rows_are_moved_as_often_as_promised(sources, queries, dim, held, whole, norm, existing, device):
+    problem = random_phase1(sources, queries, (2, dim), device, dtype=BF16, norm=norm, existing=existing)
+    unit, added = 2 * dim * 2, sum(x is not None for x in problem.existing)
+    with count_traffic() as forward:
+        _, *statistics = problem.forward()
+    with count_traffic() as backward:
+        problem.backward(statistics)
+    size = launch.bucket(sources)
+    assert launch.attn_res_inter_forward(dim, 2, queries, size).held == held
+    assert is_whole(sources, queries, dim, BF16, norm, existing) == whole
+    assert forward.moved("sources", "outputs").total == ((1 if held else 2) * sources + queries) * unit
+    times = (1, 2) if whole else (2, 3)
+    moved = backward.moved("grads", "sources", "dsources", "existing").total
+    assert moved == (times[0] * queries + times[1] * sources + added) * unit
+    assert forward.atomic == backward.atomic == 0

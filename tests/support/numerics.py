@@ -34,11 +34,15 @@ def units_apart(actual: Tensor, expected: Tensor) -> Tensor:
 def assert_rounded_once(actual: Tensor, exact: Tensor, share: float = 0.99) -> None:
     """At least `share` of `actual` equals float64 `exact` rounded to nearest even, and the rest is one unit away.
 
-    Two elements may be off however few there are: a share of less than 200 says little.
+    Two elements may be off however few there are: a share of less than 200 says little. Beside zero, where sources
+    cancel, a unit is smaller than float32's error in the sum, which is what bounds the distance there.
     """
-    apart = units_apart(actual.cpu(), round_float64(exact.cpu(), actual.dtype))
+    exact = exact.cpu()
+    apart = units_apart(actual.cpu(), round_float64(exact, actual.dtype))
+    beside_zero = (actual.cpu().double() - exact).abs() <= 1e-6 * exact.abs().max()
     off = int((apart != 0).sum())
-    assert apart.max() <= 1, f"an element is {apart.max().item()} units in the last place away"
+    farthest = apart.masked_fill(beside_zero, 0).max()
+    assert farthest <= 1, f"an element is {farthest.item()} units in the last place away"
     assert off <= max((1 - share) * apart.numel(), 2), f"{off} of {apart.numel()} are not rounded to nearest even"
 
 

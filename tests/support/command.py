@@ -122,10 +122,11 @@ def ranks(folder: Path, *flags_of_rank: Sequence[str], faults: dict[int, Fault] 
             rank.process.join()
 
 
-def run_ranks(folder: Path, count: int, *flags: str) -> list[dict]:
-    """Run the command on some ranks, which must end well; returns the metrics."""
+def run_ranks(folder: Path, count: int, *flags: str, fault: Fault | None = None) -> list[dict]:
+    """Run the command on some ranks, which must end well; returns the metrics. Every rank has the fault."""
     out = folder / "out"
-    with ranks(folder, *[["--out", str(out), *flags]] * count) as started:
+    faults = dict.fromkeys(range(count), fault) if fault else None
+    with ranks(folder, *[["--out", str(out), *flags]] * count, faults=faults) as started:
         for rank in started:
             assert rank.code() == 0, rank.said
     return metrics(out)
@@ -136,7 +137,8 @@ def refusals(capsys: pytest.CaptureFixture[str], *flags_of_rank: list[str]) -> s
     store, count = dist.HashStore(), len(flags_of_rank)
     launches = [Launch(rank, count, rank, count, store) for rank in range(count)]
     configs, problems = zip(*[train._parse([*TINY, *flags]) for flags in flags_of_rank], strict=True)
-    with ThreadPoolExecutor(count) as pool:
+    began = AssertionError("the run was not refused")
+    with mock.patch.object(train, "_run_guarded", side_effect=began), ThreadPoolExecutor(count) as pool:
         codes = list(pool.map(train._begin, launches, configs, problems))
     assert codes == [2] * count
     said = capsys.readouterr().err

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 from blockres.models.gpt import MLP
 from blockres.training import checkpoint
@@ -46,13 +47,28 @@ def losses_after(step: int, out: Path) -> list[float]:
     return losses(after(step, metrics(out)))
 
 
+def check_that_evaluations_leave_the_state() -> None:
+    real = Trainer.evaluate
+
+    def shapes(trainer: Trainer) -> dict[str, torch.Size]:
+        return {name: value.shape for name, value in trainer.state_to_save().items()}
+
+    def evaluate(trainer: Trainer, *args) -> float:
+        before, loss = shapes(trainer), real(trainer, *args)
+        assert shapes(trainer) == before
+        return loss
+
+    Trainer.evaluate = evaluate
+
+
 def test_other_layouts_go_on_from_a_checkpoint_and_from_each_others(uninterrupted, tmp_path):
     """From P2 V2 to P4 V1, and over two replicas of P2 V1, whose parameters are in shards, to P1 V1."""
     flags = [*FLAGS, "--virtual-stages", "1", "--resume"]
     four, replicas, one = tmp_path / "four" / "out", tmp_path / "replicas" / "out", tmp_path / "one"
     run_ranks(four.parent, 4, *flags, str(uninterrupted / "step-000004"))
     assert losses_after(4, four) == pytest.approx(losses_after(4, uninterrupted), rel=1e-10)
-    run_ranks(replicas.parent, 4, *flags, str(uninterrupted / "step-000002"), "--dp-size", "2")
+    source = str(uninterrupted / "step-000002")
+    run_ranks(replicas.parent, 4, *flags, source, "--dp-size", "2", fault=check_that_evaluations_leave_the_state)
     assert losses_after(2, replicas) == pytest.approx(losses_after(2, uninterrupted), rel=1e-10)
     run_alone(one, *flags, str(replicas / "step-000004"))
     assert losses_after(4, one) == pytest.approx(losses_after(4, uninterrupted), rel=1e-10)

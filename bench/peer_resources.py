@@ -2,7 +2,8 @@
 
     python -m bench.peer_resources --target sm_90 --shape 9x16x7168x4
 
-Forward and backward of every operation that a package has are called, and what they launch is compiled instead of run, as
+Forward and backward of every operation that a package has are called, and what they launch is compiled instead of run,
+as
 `bench.resources` does for blockres. Where a package leaves the choice between several configurations to the moment it
 first runs on a GPU, the one shown is the first of its list.
 """
@@ -30,7 +31,9 @@ def usages(implementation: Implementation, shape: Shape, target: str) -> Iterato
             with (
                 peer(implementation.name),
                 KernelMode(),
-                resources._launching_replaced_by(lambda *launch: launches.append(resources._Launch(*launch))),
+                resources._launching_replaced_by(
+                    lambda *launch, into=launches: into.append(resources._Launch(*launch))
+                ),
             ):
                 _train(implementation, operation, shape)
             for launch in launches:

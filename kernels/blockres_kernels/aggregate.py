@@ -16,14 +16,14 @@ Backward, for a token. h is mixed again from the sources, and products with sour
 what the sources have in common costs no digits:
 
     g     = grad_out,  or  rho u - h rho^3 <u, h> / D        where the output norm is fused
-    ds_j  = a_j (<g, v_j - h> + dlse) + dscore_j
+    ds_j  = a_j <g, d_j> + e_j                               d_j = v_j - h,  e_j = a_j dlse + dscore_j
     dv_j  = a_j g + scale ds_j r_j q * w - v_j ds_j s_j r_j^2 / D
-    dqw   = scale sum_j ds_j r_j (v_j - h) + scale h sum_j (ds_j (r_j - r) + r (a_j dlse + dscore_j)),
-            r = sum_j a_j r_j
+    dqw   = scale (sum_j ds_j (r_j v_j - r h) + r h sum_j e_j),       r = 1 / sqrt(mean(h^2) + eps)
 
 The first is a_j (<g, v_j> - delta + dlse) + dscore_j with delta = <g, h> = sum_j a_j <g, v_j>. The last is
-scale sum_j ds_j r_j v_j, written so that it gets sum_j a_j <g, v_j - h> = 0 from algebra and not from rounding. One
-source gives v_j = h, hence ds_j = 0 and dqw = 0 exactly.
+scale sum_j ds_j r_j v_j, written so that it gets sum_j a_j d_j = 0 from algebra and not from rounding. Where v_j is
+near h, r_j v_j - r h is r d_j + (r_j - r) v_j, and r_j - r comes from mean(v_j^2) - mean(h^2) = <d_j, v_j + h> / D. One
+source gives d_j = 0, hence ds_j = 0 and dqw = 0 exactly.
 
 Both grids are persistent: a program strides over tokens. It holds q * w, and in the backward its sums of dqw and of
 the norm weight's gradient, which it writes as one row at its end; `add_rows` adds the rows of all programs in a fixed
@@ -88,19 +88,12 @@ class Upstream(NamedTuple):
     scores: Tensor | None  # [count, T]
 
 
-class Mixture(NamedTuple):
-    """h and sum_j a_j r_j over all sources, where a launch sees only some."""
-
-    h: Tensor  # [T, D]
-    radius: Tensor  # [T]
-
-
 class Scratch(NamedTuple):
     """Memory that backward launches leave to each other."""
 
     tables: Tensor  # [programs, bucket, 4]
-    moments: Tensor | None  # [slices, T, 2], <h, h> and <u, h> within a slice
-    pairs: Tensor | None  # [slices, count, T], <g, v_j - h> within a slice
+    moments: Tensor | None  # [slices, T, 2], <h, h> and <u, h> within a slice; <h, h> twice without the norm
+    pairs: Tensor | None  # [slices, count, T, 2], <g, d_j> and <d_j, v_j + h> within a slice
     partial: Tensor  # [programs, 1 or 2, D]
 
 
@@ -148,17 +141,25 @@ def _row_at(sources, reader, source, token, tile, start):
 
 
 @triton.jit
-def _stream(sources, reader, token, ahead, tile, start=0):
+def _stream(sources, reader, token, ahead, tile):
     """Rows that are loaded ahead of their use: a queue, and source and token of the row to load next.
 
     `reader` is (table, count, tokens, stride): after a token's last source comes the first one of token + stride.
     """
     count, stride = reader[1], reader[3]
-    zero = tl.zeros_like(stride)
-    queue = [
-        _row_at(sources, reader, (zero + k) % count, token + (zero + k) // count * stride, tile, start) for k in ahead
-    ]
+    zero = tl.zeros_like(token)
+    queue = [_row_at(sources, reader, (zero + k) % count, token + (zero + k) // count * stride, tile, 0) for k in ahead]
     return queue, (zero + len(ahead)) % count, token + (zero + len(ahead)) // count * stride
+
+
+@triton.jit
+def _stream_of_token(sources, reader, token, ahead, tile, start):
+    """A stream that ends with a token's last source: what follows is a token that does not exist."""
+    count, tokens = reader[1], reader[2]
+    place = locate(sources, token)
+    queue = [load_row(row_pointer(sources, k, place), tile, k < count, start) for k in ahead]
+    more = len(ahead) < count
+    return queue, tl.where(more, len(ahead), 0), tl.where(more, token, tokens)
 
 
 @triton.jit
@@ -239,39 +240,29 @@ def _attn_res_forward(
 
 
 @triton.jit
-def _weight(statistics, lse, statistic):
-    """a_j and r_j, and s_j"""
-    score = tl.load(statistics.scores + statistic)
-    return tl.exp(score - lse), tl.load(statistics.rstd + statistic), score
-
-
-@triton.jit
 def _mixture(sources, reader, rows, statistics, lse, token, slots, ahead, tile, start, dtype):
-    """h and sum_j a_j r_j, from `rows` where they are held."""
+    """h, from `rows` where they are held."""
     count, tokens = reader[1], reader[2]
     h = _zero_row(tile, dtype)
-    radius = tl.zeros_like(lse)
     statistic = tl.cast(token, tl.int64)
     if len(rows) > 0:
         for j in tl.static_range(len(slots)):
             if j < count:
-                weight, r, _score = _weight(statistics, lse, statistic)
-                radius += weight * r
+                weight = tl.exp(tl.load(statistics.scores + statistic) - lse)
                 h = [h[c] + weight * rows[j][c].to(dtype) for c in tile.chunks]
             statistic += tokens
     else:
-        stream = _stream(sources, reader, token, ahead, tile, start)
+        stream = _stream_of_token(sources, reader, token, ahead, tile, start)
         for _ in range(0, count):
             row, stream = _next_row(stream, sources, reader, ahead, tile, start)
-            weight, r, _score = _weight(statistics, lse, statistic)
-            radius += weight * r
+            weight = tl.exp(tl.load(statistics.scores + statistic) - lse)
             h = [h[c] + weight * row[c].to(dtype) for c in tile.chunks]
             statistic += tokens
-    return h, radius
+    return h
 
 
 @triton.jit
-def _norm_sums(h, u, moments, at, tokens, tile, dtype, STAGE: tl.constexpr):
+def _moments(h, u, moments, at, tokens, tile, dtype, STAGE: tl.constexpr):
     """<h, h> and <u, h>; of this slice in stage "moments", which stores them."""
     if STAGE == "whole":
         return _square_and_product(h, u, tile, dtype)
@@ -293,67 +284,97 @@ def _norm_sums(h, u, moments, at, tokens, tile, dtype, STAGE: tl.constexpr):
 
 @triton.jit
 def _through_norm(g, h, norm_weight, grad_norm, moments, at, tokens, tile, start, formula, STAGE: tl.constexpr):
-    """The gradient of h, where g is that of the output, and the sum of the norm weight's gradients."""
+    """The gradient of h, where g is that of the output; the sum of the norm weight's gradients; and mean(h^2)."""
     dtype = formula.dtype
     if norm_weight is None:
-        return [g[c].to(dtype) for c in tile.chunks], grad_norm
+        square, _ = _moments(h, h, moments, at, tokens, tile, dtype, STAGE)
+        return [g[c].to(dtype) for c in tile.chunks], grad_norm, square / tile.dim
     else:
         w = load_row(norm_weight, tile, start=start)
         u = [g[c].to(dtype) * w[c].to(dtype) for c in tile.chunks]
-        square, product = _norm_sums(h, u, moments, at, tokens, tile, dtype, STAGE)
+        square, product = _moments(h, u, moments, at, tokens, tile, dtype, STAGE)
         rho = tl.rsqrt(square / tile.dim + formula.norm_eps)
         along = rho * rho * rho * product / tile.dim
         # rho is never negative, which the compiler does not know: it would move this sum behind the pass over the
         # sources that follows, and hold g and h in registers until then.
         if not (rho < 0):
             grad_norm = [grad_norm[c] + g[c].to(dtype) * h[c] * rho for c in tile.chunks]
-        return [rho * u[c] - along * h[c] for c in tile.chunks], grad_norm
+        return [rho * u[c] - along * h[c] for c in tile.chunks], grad_norm, square / tile.dim
 
 
 @triton.jit
-def _pair(g, difference, pairs, j, at, count, tokens, tile, dtype, STAGE: tl.constexpr):
-    """<g, v_j - h>; within this slice in stage "pairs"."""
+def _pair(g, h, value, pairs, j, at, count, tokens, tile, dtype, STAGE: tl.constexpr):
+    """<g, d_j> and <d_j, v_j + h>; of this slice in stage "pairs", which stores them."""
     if STAGE == "gradients":
         product = tl.zeros([], dtype)
+        shift = tl.zeros([], dtype)
         for s in range(0, tl.num_programs(1)):
-            product += tl.load(pairs + (s * count + j) * tl.cast(tokens, tl.int64) + at)
-        return product
+            there = pairs + ((s * count + j) * tl.cast(tokens, tl.int64) + at) * 2
+            product += tl.load(there)
+            shift += tl.load(there + 1)
+        return product, shift
     else:
-        product = _inner_product(g, difference, tile, dtype)
+        products = tl.zeros([tile.width], dtype)
+        shifts = tl.zeros([tile.width], dtype)
+        for c in tl.static_range(len(tile.chunks)):
+            difference = value[c] - h[c]
+            products += difference * g[c]
+            shifts += difference * (value[c] + h[c])
+        product, shift = tl.split(tl.sum(tl.join(products, shifts), axis=0))
         if STAGE == "pairs":
-            tl.store(pairs + (tl.program_id(1) * count + j) * tl.cast(tokens, tl.int64) + at, product)
-        return product
+            here = pairs + ((tl.program_id(1) * count + j) * tl.cast(tokens, tl.int64) + at) * 2
+            tl.store(here, product)
+            tl.store(here + 1, shift)
+        return product, shift
+
+
+@triton.jit
+def _relative_to_mixture(shift, square, r):
+    """Factors a, b, c such that r_j v_j - r h = a v_j + b (c v_j - h) without cancellation, be v_j near h or not.
+
+    1 / r^2 is `square`, 1 / r_j^2 is `square` + `shift`.
+    """
+    radius = tl.rsqrt(square)
+    x = shift / square
+    root = tl.sqrt(1 + x)
+    near = tl.abs(x) < 0.5
+    return tl.where(near, -radius * x / (root * (1 + root)), r), radius, tl.where(near, 1.0, 0.0)
 
 
 @triton.jit
 def _through_source(row, j, state, key, sums, upstream, statistics, memory, reader, tile, start, formula, STAGE):
     """Store the gradient of source j; add to the sums of dqw, less its part along h, and of that part."""
     dtype = formula.dtype
-    token, lse, radius, g, h = state
+    token, lse, square, g, h = state
     pairs, grads = memory
     count, tokens = reader[1], reader[2]
     at = tl.cast(token, tl.int64)
     statistic = at + j * tl.cast(tokens, tl.int64)
     grad_key, along_mixture = sums
-    difference = [row[c].to(dtype) - h[c] for c in tile.chunks]
-    pair = _pair(g, difference, pairs, j, at, count, tokens, tile, dtype, STAGE)
+    value = [row[c].to(dtype) for c in tile.chunks]
+    product, shift = _pair(g, h, value, pairs, j, at, count, tokens, tile, dtype, STAGE)
     if STAGE == "pairs":
         return grad_key, along_mixture
     else:
-        weight, r, score = _weight(statistics, lse, statistic)
-        pull = tl.zeros([], dtype)
+        score = tl.load(statistics.scores + statistic)
+        r = tl.load(statistics.rstd + statistic)
+        weight = tl.exp(score - lse)
+        extra = tl.zeros([], dtype)
         if upstream.lse is not None:
-            pull += weight * tl.load(upstream.lse + at)
+            extra += weight * tl.load(upstream.lse + at)
         if upstream.scores is not None:
-            pull += tl.load(upstream.scores + statistic)
-        ds = weight * pair + pull
-        along_key = formula.scale * ds * r
-        along_row = ds * score * r * r / tile.dim
-        gradient = [weight * g[c] + along_key * key[c] - along_row * (difference[c] + h[c]) for c in tile.chunks]
+            extra += tl.load(upstream.scores + statistic)
+        ds = weight * product + extra
+        scaled = formula.scale * ds
+        along_value, along_difference, near = _relative_to_mixture(shift / tile.dim, square + formula.eps, r)
+        grad_key = [
+            grad_key[c] + scaled * (along_value * value[c] + along_difference * (near * value[c] - h[c]))
+            for c in tile.chunks
+        ]
+        gradient = [weight * g[c] + scaled * r * key[c] - ds * score * r * r / tile.dim * value[c] for c in tile.chunks]
         grad = tl.multiple_of(tl.load(grads + j).to(tl.pointer_type(row[0].dtype)), 16)
         store_row(grad + at * tile.dim, gradient, tile, grad.to(tl.int64) != 0, start)
-        grad_key = [grad_key[c] + along_key * difference[c] for c in tile.chunks]
-        return grad_key, along_mixture + formula.scale * (ds * (r - radius) + radius * pull)
+        return grad_key, along_mixture + formula.scale * extra * along_difference
 
 
 @triton.jit
@@ -366,7 +387,21 @@ def _replaced(rows, slot: tl.constexpr, sources, token, reader, held, tile, star
 
 @triton.jit
 def _through_sources(
-    rows, sources, state, key, grad_key, upstream, statistics, memory, reader, slots, ahead, tile, start, formula, STAGE
+    rows,
+    sources,
+    state,
+    key,
+    grad_key,
+    upstream,
+    statistics,
+    memory,
+    reader,
+    slots,
+    ahead,
+    tile,
+    start,
+    formula,
+    STAGE,
 ):
     """Gradients of all sources of a token; the sum of dqw, and the rows of the next token where rows are held."""
     sums = (grad_key, tl.zeros_like(state[1]))
@@ -390,7 +425,7 @@ def _through_sources(
                 )
             rows = _replaced(rows, slot, sources, state[0] + tl.num_programs(0), reader, slots, tile, start)
     else:
-        stream = _stream(sources, reader, state[0], ahead, tile, start)
+        stream = _stream_of_token(sources, reader, state[0], ahead, tile, start)
         for j in range(0, reader[1]):
             row, stream = _next_row(stream, sources, reader, ahead, tile, start)
             sums = _through_source(
@@ -414,7 +449,7 @@ def _attn_res_backward(
     grad_out,
     upstream,
     statistics,
-    mixture,
+    mixture,  # [T, D], h of all sources where this launch sees only some, else None
     query,  # [D]
     key_weight,  # [D] or None
     norm_weight,  # [D] or None
@@ -444,16 +479,15 @@ def _attn_res_backward(
         at = tl.cast(token, tl.int64)
         lse = tl.load(statistics.lse + at)
         if mixture is None:
-            h, radius = _mixture(sources, reader, rows, statistics, lse, token, slots, ahead[0], tile, start, dtype)
+            h = _mixture(sources, reader, rows, statistics, lse, token, slots, ahead[0], tile, start, dtype)
         else:
-            h = load_row(mixture.h + at * tile.dim, tile, start=start)
-            radius = tl.load(mixture.radius + at)
+            h = load_row(mixture + at * tile.dim, tile, start=start)
         g = load_row(row_pointer(grad_out, 0, locate(grad_out, token)), tile, start=start)
-        g, grad_norm = _through_norm(
+        g, grad_norm, square = _through_norm(
             g, h, norm_weight, grad_norm, scratch.moments, at, tokens, tile, start, formula, STAGE
         )
         if STAGE != "moments":
-            state, memory = (token, lse, radius, g, h), (scratch.pairs, grads)
+            state, memory = (token, lse, square, g, h), (scratch.pairs, grads)
             grad_key, rows = _through_sources(
                 rows,
                 sources,
@@ -579,8 +613,7 @@ def attn_res_backward(
     with on_device(first):
         mixture = None
         if len(sources) > launch.MAX_SOURCES:
-            h = attn_res_forward(sources, query, key_weight, None, eps, scale, norm_eps, dtype)[0]
-            mixture = Mixture(h, ((scores - lse).exp() * rstd).sum(0))
+            mixture = attn_res_forward(sources, query, key_weight, None, eps, scale, norm_eps, dtype)[0]
         work = _Backward(
             rows_of(sources),
             grads,
@@ -606,7 +639,7 @@ class _Backward(NamedTuple):
     grad_out: Rows
     upstream: Upstream
     statistics: Statistics
-    mixture: Mixture | None
+    mixture: Tensor | None
     parameters: tuple[Tensor | None, ...]
     formula: Formula
 
@@ -620,12 +653,11 @@ class _Backward(NamedTuple):
         sliced = plan.slices > 1
         scratch = Scratch(
             lse.new_empty((plan.slices * programs, bucket, 4), dtype=torch.int64),
-            lse.new_empty((plan.slices, tokens, 2)) if sliced and parts == 2 else None,
-            lse.new_empty((plan.slices, stop - start, tokens)) if sliced else None,
+            lse.new_empty((plan.slices, tokens, 2)) if sliced else None,
+            lse.new_empty((plan.slices, stop - start, tokens, 2)) if sliced else None,
             lse.new_empty((programs, parts, dim)),
         )
-        stages = ["moments", "pairs", "gradients"][2 - parts :] if sliced else ["whole"]
-        for stage in stages:
+        for stage in ("moments", "pairs", "gradients") if sliced else ("whole",):
             _attn_res_backward[(programs, plan.slices)](
                 self.sources.group(start, stop).argument(bucket),
                 padded([x if x.numel() else first for x in self.grads[start:stop]], bucket),
@@ -640,7 +672,7 @@ class _Backward(NamedTuple):
                 tokens,
                 indices(bucket),
                 indices(bucket if plan.held else 0),
-                (indices(plan.ahead[0]), indices(plan.ahead[1])),
+                tuple(indices(min(ahead, bucket)) for ahead in plan.ahead),
                 constants(plan.tile),
                 constants(self.formula),
                 stage,

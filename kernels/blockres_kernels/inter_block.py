@@ -1,6 +1,7 @@
 """Phase 1: all queries of a block over the sources that are complete. See `blockres.reference.attn_res_inter`.
 
-Letters: N sources, S queries, T tokens, D hidden size; g_s the gradient of query s's mixture h_s, u = grad_output_0 * norm_weight.
+Letters: N sources, S queries, T tokens, D hidden size; g_s the gradient of query s's mixture h_s, u = grad_output_0 *
+norm_weight.
 
 Forward, for a token:
 
@@ -8,12 +9,14 @@ Forward, for a token:
     a_sj = softmax_j(s_sj)                   h_s = sum_j a_sj v_j
     y_0  = h_0 * rho * norm_weight,  rho = 1 / sqrt(mean(h_0^2) + norm_eps)      (or y_0 = h_0)
 
-Where the N rows of a token fit into the registers of one program (`held`), each is read once: the queries come by one or
+Where the N rows of a token fit into the registers of one program (`held`), each is read once: the queries come by one
+or
 two at a time, each needing one reduction over D for its N scores and none for its mixture. Where they do not (`twice`),
 a warp walks over D with all scores of its token in registers, as tiles [S, C] against single rows [C], and a second
 time for the mixtures. The first output, where it is to be normalised, then waits in a row of float32 per program.
 
-Backward, for a token. The gradient of h_0 is g_0 = rho u - beta h_0, beta = rho^3 <u, h_0> / D, where the norm is fused:
+Backward, for a token. The gradient of h_0 is g_0 = rho u - beta h_0, beta = rho^3 <u, h_0> / D, where the norm is
+fused:
 
     p_sj = <g_s, v_j>                        delta_s = sum_j a_sj p_sj
     ds_sj = a_sj (p_sj - delta_s + dlse_s)
@@ -23,16 +26,22 @@ Backward, for a token. The gradient of h_0 is g_0 = rho u - beta h_0, beta = rho
 `sum_j a_sj (p_sj - delta_s)` is zero; what rounding leaves of it would be multiplied by all that the sources have in
 common, and is taken out again in proportion to a_sj.
 
-No gradient of a source is known before all p_sj of its token are. Where S rows of gradients, S of sums for dkey and N of
-sources fit into one program (`whole`), a persistent grid does everything at one read of each. Where they do not, `pairs`
-finds p_sj and from them a, e and f, a few numbers per token, and `slices` reads everything again, cut along D into tiles
-so narrow that one warp holds [S, C] of gradients and of sums: no warp ever waits for another. The sums are written as one
+No gradient of a source is known before all p_sj of its token are. Where S rows of gradients, S of sums for dkey and N
+of
+sources fit into one program (`whole`), a persistent grid does everything at one read of each. Where they do not,
+`pairs`
+finds p_sj and from them a, e and f, a few numbers per token, and `slices` reads everything again, cut along D into
+tiles
+so narrow that one warp holds [S, C] of gradients and of sums: no warp ever waits for another. The sums are written as
+one
 row per program and added in a fixed order.
 
-Tiles [S, C] and [N, C] have one row pointer per query and per source. Row j of a tile is brought to all lanes by a sum over
+Tiles [S, C] and [N, C] have one row pointer per query and per source. Row j of a tile is brought to all lanes by a sum
+over
 the tile with all other rows masked out.
 
-Above `launch.MAX_SOURCES` sources, forward launches carry their mixtures and `lse` to the next in the compute dtype, and in
+Above `launch.MAX_SOURCES` sources, forward launches carry their mixtures and `lse` to the next in the compute dtype,
+and in
 the backward a, e and f are made from all launches' p_sj by PyTorch: they are small.
 """
 
@@ -85,7 +94,8 @@ def _separated(values, COUNT: tl.constexpr):
 
 @triton.jit
 def _sums(parts):
-    """The sums of many [W], in reductions of up to 16 at a time: the warps wait for each other once and not for each."""
+    """The sums of many [W], in reductions of up to 16 at a time: the warps wait for each other once and not for
+    each."""
     COUNT: tl.constexpr = len(parts)
     if COUNT > 16:
         return _sums(parts[:16]) + _sums(parts[16:])
@@ -110,7 +120,8 @@ def _within_lanes(products, VECTOR: tl.constexpr):
 
 @triton.jit
 def _scores(rows, keys, s, queries, slots, group, tile, dtype, VECTOR: tl.constexpr):
-    """<key_s, v_j> for the queries s, s + 1, ... of a group and all sources; source by source, its queries side by side."""
+    """<key_s, v_j> for the queries s, s + 1, ... of a group and all sources; source by source, its queries side by
+    side."""
     parts = ()
     for _ in tl.static_range(len(slots) * len(group)):
         parts += (tl.zeros([tile.width // VECTOR], dtype),)
@@ -353,8 +364,11 @@ def _normalized_row(unscaled, norm_weight, out, squared, panel, formula, WIDTH: 
 
 
 @triton.jit
-def _score_tile(pairs, squares, slots, source, first, count, total, present, answered, scores, rstd, at, T, panel, formula):
-    """Scores [S, N], -inf where there is no source; they and r are stored. `first` is the first source of this launch."""
+def _score_tile(
+    pairs, squares, slots, source, first, count, total, present, answered, scores, rstd, at, T, panel, formula
+):
+    """Scores [S, N], -inf where there is no source; they and r are stored. `first` is the first source of this
+    launch."""
     r = tl.rsqrt(tl.sum(squares, axis=1) / panel.dim + formula.eps)
     query = tl.arange(0, panel.queries)
     score = _as_tile(pairs, slots, query, source, formula.dtype) * r[None, :] * formula.scale
@@ -437,7 +451,9 @@ def _attn_res_inter_forward_twice(
                 mixed += weights[j][:, None] * _row_of(v, source == j)[None, :]
             stored = answered[:, None] & inside
             if carry is not None:
-                mixed += keep[:, None] * _load_tile(carry + (query64 * T + at) * panel.dim, columns, stored, formula.dtype)
+                mixed += keep[:, None] * _load_tile(
+                    carry + (query64 * T + at) * panel.dim, columns, stored, formula.dtype
+                )
             if norm_weight is not None:
                 h = _row_of(mixed, query == 0)
                 squared += h * h
@@ -450,7 +466,8 @@ def _attn_res_inter_forward_twice(
 
 
 class Terms(NamedTuple):
-    """What the gradients of X tokens, or of the token that each of X programs is at, are made of; G launches share them."""
+    """What the gradients of X tokens, or of the token that each of X programs is at, are made of; G launches share
+    them."""
 
     ae: Tensor | None  # [X, N, 2, S]
     f: Tensor | None  # [X, N]
@@ -530,6 +547,7 @@ def _attn_res_inter_backward_pairs(
     grad_lse,  # [S, T] or None
     terms,  # to be written; or None, and then
     products,  # to be written instead
+    table,  # [programs, 2, N + S] int64: addresses of tensors, and of the token's rows
     queries,
     count,
     first,
@@ -545,15 +563,22 @@ def _attn_res_inter_backward_pairs(
     source = tl.arange(0, panel.sources)
     answered = query < queries
     present = source < count
-    grad_addresses = _spread(grads.pointers, query)
-    addresses = _spread(sources.pointers, source)
+    table += tl.program_id(0) * (2 * (panel.sources + panel.queries))
+    grad_table = table + panel.sources
+    tl.store(table + source, _spread(sources.pointers, source))
+    tl.store(grad_table + query, _spread(grads.pointers, query))
+    ROWS: tl.constexpr = panel.sources + panel.queries
     strides = _strides(sources, source, UNIFORM)
     LANES: tl.constexpr = panel.columns // panel.vector
     paired = slots if terms is None else slots[1:]
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), disable_licm=True):
         at = tl.cast(token, tl.int64)
-        row = _row_pointers(sources, addresses, strides, token)
-        grad_row = _row_pointers(grads, grad_addresses, _strides(grads, query, True), token)
+        tl.debug_barrier()
+        row = _row_pointers(sources, tl.load(table + source), strides, token)
+        grad_row = _row_pointers(grads, tl.load(grad_table + query), _strides(grads, query, True), token)
+        tl.store(table + ROWS + source, row.to(tl.int64))
+        tl.store(grad_table + ROWS + query, grad_row.to(tl.int64))
+        tl.debug_barrier()
         if norm_weight is not None and mixed is None:
             a0 = _first_weights(scores, source, present, at, T)
         pairs = [tl.zeros([panel.queries, LANES], formula.dtype) for j in paired]
@@ -563,21 +588,25 @@ def _attn_res_inter_backward_pairs(
         for start in tl.range(0, panel.dim, panel.columns):
             columns = start + tl.arange(0, panel.columns)
             inside = columns < panel.dim
+            row = tl.multiple_of(tl.load(table + ROWS + source).to(sources.pointers[0].dtype), sources.alignment)
             v = _load_tile(row, columns, present[:, None] & inside[None, :], formula.dtype)
-            g = _load_tile(grad_row, columns, answered[:, None] & inside[None, :], formula.dtype)
             if norm_weight is not None:
-                w = tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
-                g = tl.where((query == 0)[:, None], g * w[None, :], g)
                 if mixed is None:
                     h = tl.sum(a0[:, None] * v, axis=0)
-                    hh += _within_lanes(h * h, panel.vector)
-                    uh += _within_lanes(h * _row_of(g, query == 0), panel.vector)
                 else:
                     h = tl.load(mixed + at * panel.dim + columns, mask=inside, other=0.0)
             if terms is not None:
                 v -= _row_of(v, source == 0)[None, :]
             if norm_weight is not None:
                 hv += _within_lanes(v * h[None, :], panel.vector)
+            grad_row = tl.multiple_of(tl.load(grad_table + ROWS + query).to(grads.pointers[0].dtype), grads.alignment)
+            g = _load_tile(grad_row, columns, answered[:, None] & inside[None, :], formula.dtype)
+            if norm_weight is not None:
+                w = tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
+                g = tl.where((query == 0)[:, None], g * w[None, :], g)
+                if terms is not None:
+                    hh += _within_lanes(h * h, panel.vector)
+                    uh += _within_lanes(h * _row_of(g, query == 0), panel.vector)
             pairs = _add_pairs(pairs, g, v, paired, source, panel.vector)
         p = _as_tile(pairs, paired, query, source, formula.dtype)
         entry = at * total + first
@@ -587,7 +616,9 @@ def _attn_res_inter_backward_pairs(
             tl.store(products.hv + entry + source, tl.sum(hv, axis=1), mask=present)
         else:
             if norm_weight is not None:
-                p = _through_norm(p, tl.sum(hv, axis=1), tl.sum(uh, axis=0), tl.sum(hh, axis=0), terms, at, query, panel, formula)
+                p = _through_norm(
+                    p, tl.sum(hv, axis=1), tl.sum(uh, axis=0), tl.sum(hh, axis=0), terms, at, query, panel, formula
+                )
             dlse = None
             if grad_lse is not None:
                 dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
@@ -607,19 +638,18 @@ def _norm_gradients(g, h, w, terms, entry, query):
 
 
 @triton.jit
-def _gradients(v, g, key, dv, dkey, ae, f, e_sum, count, present, slots, query, source, panel):
+def _gradients(v, g, key, dv, dkey, ae, f, e_sum, count, present, query, source, panel):
     """A token's part of the sources' gradients on top of dv [N, C], and of the keys' on top of dkey [S, C]."""
     dv -= tl.load(f + source, mask=present, other=0.0)[:, None] * v
     v0 = _row_of(v, source == 0)
     dkey += tl.load(e_sum + query)[:, None] * v0[None, :]
     v -= v0[None, :]
-    for j in tl.static_range(len(slots)):
+    for j in tl.range(0, count, disable_licm=True):
         here = source == j
-        a = tl.load(ae + 2 * j * panel.queries + query, mask=count > j, other=0.0)
-        e = tl.load(ae + (2 * j + 1) * panel.queries + query, mask=count > j, other=0.0)
+        a = tl.load(ae + 2 * j * panel.queries + query)
+        e = tl.load(ae + (2 * j + 1) * panel.queries + query)
         dv += tl.where(here[:, None], tl.sum(a[:, None] * g + e[:, None] * key, axis=0)[None, :], 0.0)
-        if j > 0:
-            dkey += e[:, None] * _row_of(v, here)[None, :]
+        dkey += e[:, None] * _row_of(v, here)[None, :]
     return dv, dkey
 
 
@@ -627,16 +657,6 @@ def _gradients(v, g, key, dv, dkey, ae, f, e_sum, count, present, slots, query, 
 def _chosen(bits, index):
     """[R] whether the bit `index` is set."""
     return ((bits >> index) & 1) != 0
-
-
-@triton.jit
-def _load_existing(existing, columns, source, added, at, mask, panel, dtype):
-    """The gradients to add to [N, C]; zero where there is none."""
-    if existing is None:
-        return tl.zeros([panel.sources, panel.columns], dtype)
-    else:
-        rows = _contiguous_rows(existing, _spread(existing, source), at, panel.dim)
-        return _load_tile(rows, columns, mask & _chosen(added, source)[:, None], dtype)
 
 
 @triton.jit(do_not_specialize=["queries", "count", "first", "total", "group", "groups", "tokens", "wanted", "added"])
@@ -649,6 +669,7 @@ def _attn_res_inter_backward_slices(
     mixed,  # as for the pairs
     norm_weight,  # [D] or None
     terms,  # of T tokens
+    table,  # [slices, programs, 3 N + S] int64
     dkey_rows,  # [programs, S, D]
     dnorm_rows,  # [programs, D] or None
     queries,
@@ -660,7 +681,6 @@ def _attn_res_inter_backward_slices(
     tokens,
     wanted,  # bits
     added,  # bits
-    slots,
     panel,
     formula,
     UNIFORM: tl.constexpr,
@@ -672,17 +692,24 @@ def _attn_res_inter_backward_slices(
     present = source < count
     in_grads = (query < queries)[:, None] & inside[None, :]
     in_sources = present[:, None] & inside[None, :]
-    grad_addresses = _spread(grads.pointers, query)
-    addresses = _spread(sources.pointers, source)
-    out_addresses = _spread(dsources, source)
+    table += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (3 * panel.sources + panel.queries)
+    outputs, olds, gradients = table + panel.sources, table + 2 * panel.sources, table + 3 * panel.sources
+    tl.store(table + source, _spread(sources.pointers, source))
+    tl.store(outputs + source, _spread(dsources, source))
+    if existing is not None:
+        tl.store(olds + source, _spread(existing, source))
+    tl.store(gradients + query, _spread(grads.pointers, query))
+    tl.debug_barrier()
     strides = _strides(sources, source, UNIFORM)
     key_row = keys + tl.cast(query, tl.int64) * panel.dim
     dkey = tl.zeros([panel.queries, panel.columns], formula.dtype)
     dnorm = tl.zeros([panel.columns], formula.dtype)
     for token in tl.range(tl.program_id(1), tokens, tl.num_programs(1), disable_licm=True):
         at = tl.cast(token, tl.int64)
-        v = _load_tile(_row_pointers(sources, addresses, strides, token), columns, in_sources, formula.dtype)
-        grad_row = _row_pointers(grads, grad_addresses, _strides(grads, query, True), token)
+        v = _load_tile(
+            _row_pointers(sources, tl.load(table + source), strides, token), columns, in_sources, formula.dtype
+        )
+        grad_row = _row_pointers(grads, tl.load(gradients + query), _strides(grads, query, True), token)
         g = _load_tile(grad_row, columns, in_grads, formula.dtype)
         key = _load_tile(key_row, columns, in_grads, formula.dtype)
         entry = at * total + first
@@ -695,12 +722,13 @@ def _attn_res_inter_backward_slices(
             w = tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
             g, dnorm_part = _norm_gradients(g, h, w, terms, at, query)
             dnorm += dnorm_part
-        dv = _load_existing(existing, columns, source, added, at, in_sources, panel, formula.dtype)
+        dv = tl.zeros([panel.sources, panel.columns], formula.dtype)
+        if existing is not None:
+            old = _contiguous_rows(existing, tl.load(olds + source), at, panel.dim)
+            dv = _load_tile(old, columns, in_sources & _chosen(added, source)[:, None], formula.dtype)
         e_sum = terms.e_sum + (at * groups + group) * panel.queries
-        dv, dkey = _gradients(
-            v, g, key, dv, dkey, ae, terms.f + entry, e_sum, count, present, slots, query, source, panel
-        )
-        out = _contiguous_rows(dsources, out_addresses, at, panel.dim)
+        dv, dkey = _gradients(v, g, key, dv, dkey, ae, terms.f + entry, e_sum, count, present, query, source, panel)
+        out = _contiguous_rows(dsources, tl.load(outputs + source), at, panel.dim)
         stored = in_sources & _chosen(wanted, source)[:, None]
         tl.store(out[:, None] + columns[None, :], dv.to(dsources[0].dtype.element_ty), mask=stored)
     program = tl.cast(tl.program_id(1), tl.int64)
@@ -961,7 +989,8 @@ def attn_res_inter_backward(
     """Gradients of the sources (empty where not needed), of `queries * key_weights [S, D]` and of `norm_weight [D]`.
 
     Args:
-        grad_outputs: S tensors `[..., D]`, as a sequence or stacked; copied only where their rows cannot be read in place
+        grad_outputs: S tensors `[..., D]`, as a sequence or stacked; copied only where their rows cannot be read in
+        place
             with one pair of strides for all.
         accumulate: for each source a gradient `[..., D]` to which its own is added, or None. The sum goes to fresh
             memory: autograd may hand the same gradient to others.
@@ -1034,7 +1063,8 @@ class _Backward:
         )
 
     def targets(self, start: int, stop: int) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...], int, int]:
-        """For sources `start` to `stop`: tensors to add to (None: to none), tensors to write to, bits of the latter and former."""
+        """For sources `start` to `stop`: tensors to add to (None: to none), tensors to write to, bits of the latter
+        and former."""
         old, bucket = self.existing[start:stop], launch.bucket(stop - start)
         given = [x for x in old if x is not None]
         return (
@@ -1117,7 +1147,9 @@ def _launch_pairs_of_group(
     queries, sources, tokens = work.sizes
     plan, bucket = work.plan, launch.bucket(stop - start)
     group = work.sources.group(start, stop)
-    _attn_res_inter_backward_pairs[(launch.persistent(tokens, plan.resident, work.keys.device),)](
+    programs = launch.persistent(tokens, plan.resident, work.keys.device)
+    table = work.keys.new_empty(programs, 2 * (plan.panel.sources + plan.panel.queries), dtype=torch.int64)
+    _attn_res_inter_backward_pairs[(programs,)](
         work.grads.argument(queries),
         group.argument(bucket),
         mixed,
@@ -1127,13 +1159,14 @@ def _launch_pairs_of_group(
         work.grad_lse,
         terms,
         products,
+        table,
         queries,
         stop - start,
         start,
         sources,
         tokens,
         indices(bucket),
-        constants(plan.panel),
+        constants(plan.pairs),
         constants(work.formula),
         _uniform(group),
         num_warps=plan.warps,
@@ -1148,6 +1181,9 @@ def _terms_of_groups(work: _Backward, p: Tensor, hv: Tensor) -> Terms:
     r = work.rstd.reshape(sources, tokens).t()
     a = score.softmax(1)
     terms = work.terms(tokens, len(groups))
+    assert terms.ae is not None
+    assert terms.e_sum is not None
+    assert terms.f is not None
     if work.norm_weight is not None:
         rho = ((a[:, :, 0] * hv).sum(1, keepdim=True) / width + formula.norm_eps).rsqrt()
         beta = rho**3 * (a[:, :, 0] * p[:, :, 0]).sum(1, keepdim=True) / width
@@ -1172,6 +1208,8 @@ def _launch_slices(work: _Backward, mixed: Tensor | None, terms: Terms) -> tuple
     slices = triton.cdiv(plan.panel.dim, plan.panel.columns)
     programs = launch.persistent(tokens, max(plan.resident // slices, 1), work.keys.device)
     dkey_rows, dnorm_rows = work.sums(len(groups), programs)
+    rows = 3 * plan.panel.sources + plan.panel.queries
+    table = work.keys.new_empty(slices * programs, rows, dtype=torch.int64)
     for number, (start, stop) in enumerate(groups):
         existing, dsources, wanted, added = work.targets(start, stop)
         group, bucket = work.sources.group(start, stop), launch.bucket(stop - start)
@@ -1184,6 +1222,7 @@ def _launch_slices(work: _Backward, mixed: Tensor | None, terms: Terms) -> tuple
             mixed,
             work.norm_weight,
             terms,
+            table,
             dkey_rows[number * programs :],
             dnorm_rows if number == 0 else None,
             queries,
@@ -1195,7 +1234,6 @@ def _launch_slices(work: _Backward, mixed: Tensor | None, terms: Terms) -> tuple
             tokens,
             wanted,
             added,
-            indices(bucket),
             constants(plan.panel),
             constants(work.formula),
             _uniform(group),

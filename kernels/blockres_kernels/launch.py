@@ -176,9 +176,11 @@ def attn_res_merge_forward(dim: int) -> MergeForward:
 
 
 def attn_res_merge_backward(dim: int, itemsize: int, norm: bool) -> MergeBackward:
-    """Output, partial, gradient and the sums for two parameters: five rows in registers, 255 of them a thread at D = 8192.
+    """Output, partial, gradient and the sums for two parameters: five rows in registers, 255 of them a thread at D =
+    8192.
 
-    `itemsize` is that of the widest row. Rows of 4 bytes cannot wait for use as pairs in one register: with the norm, whose
+    `itemsize` is that of the widest row. Rows of 4 bytes cannot wait for use as pairs in one register: with the norm,
+    whose
     sums need a row more, they fit up to 7168. 8 bytes (float64) need twice the registers, so half the columns.
     """
     fits = 8192 if itemsize == 2 or not norm else 7168
@@ -224,16 +226,18 @@ class InterForward:
 
 @dataclass(frozen=True)
 class InterBackward:
-    """`whole`: one launch and one read; else a launch for the pair products before one for slices of D."""
+    """`whole`: one launch and one read; else a launch for pairs, in tiles `pairs`, before one for slices of D."""
 
     whole: bool
     panel: Panel
+    pairs: Panel
     warps: int
     resident: int
 
 
 def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int) -> InterForward:
-    """Up to 160 registers of a thread hold sources: 5 rows of D = 7168, 9 of 4096. A row takes 4 bytes an element there.
+    """Up to 160 registers of a thread hold sources: 5 rows of D = 7168, 9 of 4096. A row takes 4 bytes an element
+    there.
 
     Compilers widen rows of 2 bytes ahead of the loop over queries and keep them so. With fewer warps the sums over D,
     one for each query and source, cost less beside the products; with more of them there is more room.
@@ -242,8 +246,9 @@ def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int) 
     warps = next((w for w in (1, 2, 4) if words <= w * 32 * 96), 8)
     held = words <= warps * 32 * 160
     tile = tile_of(dim, min(warps * 64 * 16 // itemsize, triton.next_power_of_2(max(dim, 16))))
-    panel = _narrow_panel(dim, itemsize, queries, sources)
-    return InterForward(held, tile, min(queries, 2), panel, warps if held else 1, 8)
+    group = min(queries, 2 if sources <= 9 else 1)
+    panel = _narrow_panel(dim, itemsize, queries, sources, sources > 9)
+    return InterForward(held, tile, group, panel, warps if held else 1, 8)
 
 
 def attn_res_inter_backward(
@@ -251,7 +256,8 @@ def attn_res_inter_backward(
 ) -> InterBackward:
     """Whole where a thread's columns of all gradients, sources and sums leave a third of its registers for the rest.
 
-    Such a kernel repeats its code for each query and source. Above D = 768 its threads load 16 bytes each; narrower rows
+    Such a kernel repeats its code for each query and source. Above D = 768 its threads load 16 bytes each; narrower
+    rows
     may be cut finer, to make room for more queries.
     """
     columns = triton.next_power_of_2(max(dim, lanes))
@@ -270,15 +276,20 @@ def attn_res_inter_backward(
             min(each, 16 // itemsize),
         )
         warps = columns // each // lanes
-        return InterBackward(True, panel, warps, 8 // warps)
-    return InterBackward(False, _narrow_panel(dim, itemsize, queries, sources), 1, 8)
+        return InterBackward(True, panel, panel, warps, 8 // warps)
+    crowded = norm and sources > 8 and max(queries, sources) <= 16
+    pairs = _narrow_panel(dim, itemsize, queries, sources, crowded)
+    panel = pairs._replace(columns=pairs.columns * 2 if crowded and sources <= 16 else pairs.columns)
+    return InterBackward(False, panel, pairs, 1, 8)
 
 
-def _narrow_panel(dim: int, itemsize: int, queries: int, sources: int) -> Panel:
-    """Tiles for one warp. Half the rows at least are kept, so that 64 lanes too find 16 bytes each."""
-    rows = max(triton.next_power_of_2(max(queries, sources)), 16)
-    columns = 2048 // itemsize // rows
-    least = rows // 2
+def _narrow_panel(dim: int, itemsize: int, queries: int, sources: int, crowded: bool) -> Panel:
+    """Tiles for one warp, 1024 elements of 2 bytes or 512 of 4 at most; `crowded` halves them.
+
+    Half the rows at least are kept, so that 64 lanes too find 16 bytes each.
+    """
+    rows = max(triton.next_power_of_2(max(queries, sources)), 16) * (2 if crowded else 1)
+    columns, least = max(2048 // itemsize // rows, 1), rows // 2
     return Panel(
         dim,
         max(triton.next_power_of_2(queries), least),

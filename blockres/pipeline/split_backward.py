@@ -69,7 +69,12 @@ def backward_weights(deferred: Sequence[Deferred]) -> None:
         ]
         if edges:
             roots, gradients = zip(*edges, strict=True)
-            found = torch.autograd.grad(roots, group.parameters, gradients, allow_unused=True)
+            # What was captured has been through the hooks of the node's tensors, which run here once more.
+            again = group.node.register_prehook(lambda _, captured=group.gradients: tuple(captured))
+            try:
+                found = torch.autograd.grad(roots, group.parameters, gradients, allow_unused=True)
+            finally:
+                again.remove()
             _add_to(group.parameters, found)
 
 

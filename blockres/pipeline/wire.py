@@ -10,7 +10,6 @@ Nothing on the wire is ever unpickled.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -227,12 +226,12 @@ def agree(settings: Mapping[str, Any], group: dist.ProcessGroup | None, device: 
     expected = json.loads(texts[0])
     for rank, text in enumerate(texts):
         given = json.loads(text)
-        for name, other in zip_longest(expected, given):
-            name = name if name is not None else other
-            if expected.get(name) != given.get(name):
+        for name in expected | given:
+            here, there = (repr(settings[name]) if name in settings else "not set" for settings in (expected, given))
+            if here != there:
                 raise ValueError(
-                    f"the pipeline's ranks were given different settings: {name} is {expected.get(name)!r} on rank 0 "
-                    f"and {given.get(name)!r} on rank {rank}; start all ranks with the same ones"
+                    f"the pipeline's ranks were given different settings: {name} is {here} on rank 0 "
+                    f"and {there} on rank {rank}; start all ranks with the same ones"
                 )
 
 

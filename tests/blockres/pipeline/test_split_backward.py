@@ -112,3 +112,21 @@ def test_the_second_half_lets_go_of_the_graph() -> None:
     backward_weights(deferred)
     del deferred
     assert memory() is None
+
+
+def test_hooks_on_tensors_run_once():
+    """The weight half starts from gradients that the hooks have seen already."""
+    linear = nn.Linear(DIM, DIM).double()
+    x, gradient = (torch.randn(4, DIM, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+
+    def doubled() -> Tensor:
+        y = linear(x)
+        y.register_hook(lambda g: 2 * g)
+        return torch.tanh(y)
+
+    torch.autograd.backward(doubled(), gradient)
+    expected, linear.weight.grad, linear.bias.grad = linear.weight.grad, None, None
+    _, deferred = backward_inputs([doubled()], [gradient], [x], linear.parameters())
+    backward_weights(deferred)
+    torch.testing.assert_close(linear.weight.grad, expected, rtol=1e-12, atol=1e-12)

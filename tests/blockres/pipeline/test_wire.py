@@ -300,8 +300,10 @@ def training_against_evaluation_is_a_mismatch(rank: int) -> None:
 
 def agree_returns_where_all_are_equal(rank: int) -> None:
     agree({"name": "ü" * 300, "list": [1, None], "number": 1.5}, None, torch.device("cpu"))
-    with pytest.raises(ValueError, match="only here is None on rank 0 and 1 on rank 1"):
+    with pytest.raises(ValueError, match="only here is not set on rank 0 and 1 on rank 1"):
         agree({"same": 1} | ({"only here": 1} if rank else {}), None, torch.device("cpu"))
+    with pytest.raises(ValueError, match="nothing is None on rank 0 and not set on rank 1"):
+        agree({"only here": 1} if rank else {"nothing": None}, None, torch.device("cpu"))
 
 
 CHECKS: dict[int, list[Check]] = {

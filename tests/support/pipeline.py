@@ -237,8 +237,9 @@ def _schedule(case: Case, stages: list[BlockResStage], plain: bool) -> Any:
 
 
 def largest_error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative error of any parameter's gradient."""
-    return max((_error(gradients[name], expected[name]) for name in gradients), default=0.0)
+    """The largest relative error of any parameter's gradient; NaN where one is NaN, which `max` might pass over."""
+    errors = [_error(gradients[name], expected[name]) for name in gradients]
+    return torch.tensor([0.0, *errors], dtype=torch.float64).max().item()
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

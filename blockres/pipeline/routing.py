@@ -70,11 +70,6 @@ class BlockRouting:
     def num_sublayers(self) -> int:
         return self._starts[-1]
 
-    @property
-    def has_local_hops(self) -> bool:
-        """Whether some stage is followed by one on its own rank, so that their state is handed over, not sent."""
-        return any(self.is_local(stage) for stage in range(self.num_stages - 1))
-
     def with_cache(self, cache: bool) -> "BlockRouting":
         """The same routing with the cache switched on or off."""
         return BlockRouting(

@@ -512,7 +512,7 @@ def _attn_res_backward(
         store_row(partial + tile.dim, grad_norm, tile, start=start)
 
 
-@triton.jit(do_not_specialize=["rows", "stride"])
+@triton.jit(do_not_specialize=["rows"])
 def _add_rows(
     partial,  # a tuple of [rows, COLUMNS], whose rows are `stride` apart
     total,  # a tuple of [COLUMNS]
@@ -687,6 +687,6 @@ def add_rows(*tables: Tensor) -> list[Tensor]:
     rows, columns = tables[0].shape
     totals = [table.new_empty(columns) for table in tables]
     _add_rows[(triton.cdiv(columns, 128), len(tables))](
-        tables, tuple(totals), rows, tables[0].stride(0), columns, 128, 32, num_warps=4
+        tables, tuple(totals), rows, tables[0].stride(0), columns, 128, 16, num_warps=4
     )
     return totals

@@ -368,11 +368,11 @@ def test_saved_and_loaded(family, tmp_path):
     with torch.no_grad():
         assert relative_error(loaded(ids).logits, model(ids).logits) <= 1e-6  # experts may run another way
         bare = from_pretrained(tmp_path, type(remove_attn_res(copy.deepcopy(model)).base_model))
-        assert torch.equal(bare(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
+        assert relative_error(bare(ids).last_hidden_state, model.base_model(ids).last_hidden_state) <= 1e-6
         narrow = from_pretrained(tmp_path, dtype=torch.bfloat16)
         assert narrow(ids).logits.dtype == narrow.base_model.attn_res.aggregations["0"].query.dtype == torch.bfloat16
         restored = remove_attn_res(loaded)
-        assert torch.equal(restored(ids).logits, remove_attn_res(copy.deepcopy(model))(ids).logits)
+        assert relative_error(restored(ids).logits, remove_attn_res(copy.deepcopy(model))(ids).logits) <= 1e-6
 
 
 def test_what_transformers_itself_makes_of_a_saved_model(tmp_path):

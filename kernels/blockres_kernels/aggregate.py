@@ -56,6 +56,7 @@ from .sources import (
     row_pointer,
     rows_of,
     rows_or_copy,
+    store_chunk,
     store_row,
     tabulate,
     tabulated_row_pointer,
@@ -92,7 +93,7 @@ class Scratch(NamedTuple):
     """Memory that backward launches leave to each other."""
 
     tables: Tensor  # [programs, bucket, 4]
-    moments: Tensor | None  # [slices, T, 2], <h, h> and <u, h> within a slice; <h, h> twice without the norm
+    moments: Tensor | None  # [slices, T, 2], <h, h> and, for the norm, <u, h> within a slice
     pairs: Tensor | None  # [slices, count, T, 2], <g, d_j> and <d_j, v_j + h> within a slice
     partial: Tensor  # [programs, 1 or 2, D]
 
@@ -262,44 +263,39 @@ def _mixture(sources, reader, rows, statistics, lse, token, slots, ahead, tile, 
 
 
 @triton.jit
-def _moments(h, u, moments, at, tokens, tile, dtype, STAGE: tl.constexpr):
-    """<h, h> and <u, h>; of this slice in stage "moments", which stores them."""
+def _over_slices(own, moments, which: tl.constexpr, at, tokens, STAGE: tl.constexpr):
+    """A sum over all of D, of which `own` is this slice's part: stage "moments" stores it, later ones add the parts."""
     if STAGE == "whole":
-        return _square_and_product(h, u, tile, dtype)
+        return own
     elif STAGE == "moments":
-        square, product = _square_and_product(h, u, tile, dtype)
-        here = moments + (tl.program_id(1) * tl.cast(tokens, tl.int64) + at) * 2
-        tl.store(here, square)
-        tl.store(here + 1, product)
-        return square, product
+        tl.store(moments + (tl.program_id(1) * tl.cast(tokens, tl.int64) + at) * 2 + which, own)
+        return own
     else:
-        square = tl.zeros([], dtype)
-        product = tl.zeros([], dtype)
+        total = tl.zeros_like(own)
         for s in range(0, tl.num_programs(1)):
-            there = moments + (s * tl.cast(tokens, tl.int64) + at) * 2
-            square += tl.load(there)
-            product += tl.load(there + 1)
-        return square, product
+            total += tl.load(moments + (s * tl.cast(tokens, tl.int64) + at) * 2 + which)
+        return total
 
 
 @triton.jit
 def _through_norm(g, h, norm_weight, grad_norm, moments, at, tokens, tile, start, formula, STAGE: tl.constexpr):
     """The gradient of h, where g is that of the output; the sum of the norm weight's gradients; and mean(h^2)."""
     dtype = formula.dtype
+    square = _over_slices(_inner_product(h, h, tile, dtype), moments, 0, at, tokens, STAGE) / tile.dim
+    g = [g[c].to(dtype) for c in tile.chunks]
     if norm_weight is None:
-        square, _ = _moments(h, h, moments, at, tokens, tile, dtype, STAGE)
-        return [g[c].to(dtype) for c in tile.chunks], grad_norm, square / tile.dim
+        return g, grad_norm, square
     else:
-        w = load_row(norm_weight, tile, start=start)
-        u = [g[c].to(dtype) * w[c].to(dtype) for c in tile.chunks]
-        square, product = _moments(h, u, moments, at, tokens, tile, dtype, STAGE)
-        rho = tl.rsqrt(square / tile.dim + formula.norm_eps)
-        along = rho * rho * rho * product / tile.dim
+        rho = tl.rsqrt(square + formula.norm_eps)
         # rho is never negative, which the compiler does not know: it would move this sum behind the pass over the
         # sources that follows, and hold g and h in registers until then.
         if not (rho < 0):
-            grad_norm = [grad_norm[c] + g[c].to(dtype) * h[c] * rho for c in tile.chunks]
-        return [rho * u[c] - along * h[c] for c in tile.chunks], grad_norm, square / tile.dim
+            grad_norm = [grad_norm[c] + g[c] * h[c] * rho for c in tile.chunks]
+        w = load_row(norm_weight, tile, start=start)
+        u = [g[c] * w[c].to(dtype) for c in tile.chunks]
+        product = _over_slices(_inner_product(u, h, tile, dtype), moments, 1, at, tokens, STAGE)
+        along = rho * rho * rho * product / tile.dim
+        return [rho * u[c] - along * h[c] for c in tile.chunks], grad_norm, square
 
 
 @triton.jit
@@ -366,15 +362,17 @@ def _through_source(row, j, state, key, sums, upstream, statistics, memory, read
             extra += tl.load(upstream.scores + statistic)
         ds = weight * product + extra
         scaled = formula.scale * ds
-        along_value, along_difference, near = _relative_to_mixture(shift / tile.dim, square + formula.eps, r)
+        by_value, by_difference, near = _relative_to_mixture(shift / tile.dim, square + formula.eps, r)
         grad_key = [
-            grad_key[c] + scaled * (along_value * value[c] + along_difference * (near * value[c] - h[c]))
-            for c in tile.chunks
+            grad_key[c] + scaled * (by_value * value[c] + by_difference * (near * value[c] - h[c])) for c in tile.chunks
         ]
-        gradient = [weight * g[c] + scaled * r * key[c] - ds * score * r * r / tile.dim * value[c] for c in tile.chunks]
         grad = tl.multiple_of(tl.load(grads + j).to(tl.pointer_type(row[0].dtype)), 16)
-        store_row(grad + at * tile.dim, gradient, tile, grad.to(tl.int64) != 0, start)
-        return grad_key, along_mixture + formula.scale * extra * along_difference
+        wanted = grad.to(tl.int64) != 0
+        along_value = ds * score * r * r / tile.dim
+        for c in tl.static_range(len(tile.chunks)):  # stored one by one, not to hold them all
+            gradient = weight * g[c] + scaled * r * key[c] - along_value * value[c]
+            store_chunk(grad + at * tile.dim, gradient, c, tile, wanted, start)
+        return grad_key, along_mixture + formula.scale * extra * by_difference
 
 
 @triton.jit
@@ -514,10 +512,10 @@ def _attn_res_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_rows(
-    partial,  # a tuple of [rows, COLUMNS], whose rows are `stride` apart
+    partial,  # a tuple of [rows, COLUMNS], whose rows are STRIDE apart
     total,  # a tuple of [COLUMNS]
     rows,
-    stride,
+    STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -530,7 +528,7 @@ def _add_rows(
             for first in range(0, rows, DEPTH):
                 row = first + tl.arange(0, DEPTH)
                 mask = (row[:, None] < rows) & (columns[None, :] < COLUMNS)
-                pointers = partial[table] + row[:, None].to(tl.int64) * stride + columns[None, :]
+                pointers = partial[table] + row[:, None].to(tl.int64) * STRIDE + columns[None, :]
                 sums += tl.load(pointers, mask=mask, other=0.0)
             tl.store(total[table] + columns, tl.sum(sums, axis=0), mask=columns < COLUMNS)
 
@@ -577,8 +575,7 @@ def attn_res_forward(
                 constants(plan.tile),
                 constants(formula),
                 plan.holds_key,
-                num_warps=plan.warps,
-                num_stages=1,
+                **launch.options(plan.warps),
             )
             carry = target
     return out, lse, scores, rstd
@@ -676,8 +673,7 @@ class _Backward(NamedTuple):
                 constants(plan.tile),
                 constants(self.formula),
                 stage,
-                num_warps=plan.warps,
-                num_stages=1,
+                **launch.options(plan.warps),
             )
         return add_rows(*scratch.partial.unbind(1))
 
@@ -687,6 +683,6 @@ def add_rows(*tables: Tensor) -> list[Tensor]:
     rows, columns = tables[0].shape
     totals = [table.new_empty(columns) for table in tables]
     _add_rows[(triton.cdiv(columns, 128), len(tables))](
-        tables, tuple(totals), rows, tables[0].stride(0), columns, 128, 16, num_warps=4
+        tables, tuple(totals), rows, tables[0].stride(0), columns, 128, 32, num_warps=4
     )
     return totals

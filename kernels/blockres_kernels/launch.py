@@ -40,6 +40,12 @@ def lanes() -> int:
     return 64 if torch.version.hip else 32
 
 
+def options(warps: int) -> dict[str, int]:
+    """Options of a launch. Left to itself, NVIDIA's assembler may spill so that more programs could run at a time."""
+    limit = {"maxnreg": 255} if lanes() == 32 else {}
+    return {"num_warps": warps, "num_stages": 1, **limit}
+
+
 def persistent(tokens: int, resident: int, device: torch.device) -> int:
     return min(tokens, multiprocessors(device) * resident)
 
@@ -48,11 +54,10 @@ def persistent(tokens: int, resident: int, device: torch.device) -> int:
 #
 # 256 threads at 255 registers fill a multiprocessor, so `256 // threads` programs of any kernel run on one. Few threads
 # with many elements each leave fewer lanes idle at the end of a row and make sums over D cheaper; what bounds them are
-# registers: those of the rows that are alive at once, and an overhead beside them, read off `python -m bench.resources`
-# (the largest for which nothing spills on any target). Enough rows are loaded ahead to keep 48 KB on their way to a
-# multiprocessor, which hides the latency of its share of 4 TB/s.
+# registers. How many of the 255 are free for rows was read off `python -m bench.resources`: the most for which nothing
+# spills on any target. Enough rows are loaded ahead to keep 48 KB on their way to a multiprocessor, which hides the
+# latency of its share of 4 TB/s.
 
-_REGISTERS = 250
 _IN_FLIGHT = 48 * 1024
 
 
@@ -103,11 +108,14 @@ class _Cut:
         """Registers of a thread that a row takes in the compute dtype."""
         return self.stored * max(4 // self.itemsize, 1)
 
-    def ahead(self, computed_rows: int, stored_rows: int, most: int, overhead: int = 40) -> int:
-        """Rows that can be loaded ahead where this many others are held; negative where even those do not fit."""
-        free = _REGISTERS - overhead - computed_rows * self.computed - stored_rows * self.stored
+    def ahead(self, registers: int, computed_rows: int, stored_rows: int, most: int, beside: int = 8) -> int:
+        """Rows that so many registers let a thread load ahead where it holds others; negative where those do not fit.
+
+        `beside`: registers that each row ahead takes beside its own.
+        """
+        free = registers - computed_rows * self.computed - stored_rows * self.stored
         useful = -(-_IN_FLIGHT // (256 // self.threads * self.columns * self.itemsize))
-        return min(free // self.stored, most, useful)
+        return min(free // (self.stored + beside), most, useful)
 
 
 def _cuts(dim: int, columns: int, itemsize: int, lanes: int) -> list[_Cut]:
@@ -122,10 +130,10 @@ def attn_res_forward(dim: int, itemsize: int, lanes: int) -> Forward:
     """
     cuts = _cuts(dim, dim, itemsize, lanes)
     for cut in cuts:
-        ahead = cut.ahead(3, 0, 6, overhead=26)
+        ahead = cut.ahead(224, 3, 0, 6, beside=0)
         if ahead >= 2:
             return Forward(cut.tile, cut.threads // lanes, ahead, True, 256 // cut.threads)
-    return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(2, 0, 2, overhead=80), 0), False, 1)
+    return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(170, 2, 0, 2), 0), False, 1)
 
 
 @functools.cache
@@ -136,14 +144,14 @@ def attn_res_backward(dim: int, itemsize: int, slots: int, norm: bool, lanes: in
     """
     cuts = _cuts(dim, dim, itemsize, lanes)
     for cut in cuts:
-        if slots <= 16 and cut.ahead(5 + norm, slots, 1, overhead=40 + slots) >= 0:
+        if slots <= 16 and cut.ahead(210 - slots, 5 + norm, slots, 0) >= 0:
             return Backward(cut.tile, cut.threads // lanes, True, (0, 0), 1, 256 // cut.threads)
     slices = 0
     while True:
         slices += 1
         for cut in _cuts(dim, -(-dim // slices), itemsize, lanes):
-            overhead = 40 if slices == 1 else 56  # a slice's first column takes part in every address
-            ahead = cut.ahead(3 + norm, 1, 6, overhead), cut.ahead(5 + norm, 0, 2, overhead)
+            free = 0 if slices == 1 else -4  # a slice's first column takes part in every address
+            ahead = cut.ahead(228 + free, 3 + norm, 1, 6), cut.ahead(196 + free, 5 + norm, 0, 1)
             if (ahead[0] >= 2 and ahead[1] >= 1) or (cut.threads == 256 and min(ahead) >= 0):
                 columns = cut.tile.width * len(cut.tile.chunks)
                 return Backward(cut.tile, cut.threads // lanes, False, ahead, -(-dim // columns), 256 // cut.threads)

@@ -246,7 +246,13 @@ def load_row(pointer, tile, present=True, start=0):
 @triton.jit
 def store_row(pointer, row, tile, wanted=True, start=0):
     """Round a row to the dtype of what `pointer` points at and store it, where `wanted`, from element `start` on."""
-    lanes = tl.arange(0, tile.width)
     for c in tl.static_range(len(tile.chunks)):
-        mask = (start + lanes < tile.dim - c * tile.width) & wanted
-        tl.store(pointer + start + c * tile.width + lanes, row[c].to(pointer.dtype.element_ty), mask=mask)
+        store_chunk(pointer, row[c], c, tile, wanted, start)
+
+
+@triton.jit
+def store_chunk(pointer, chunk, c: tl.constexpr, tile, wanted=True, start=0):
+    """One chunk of a row, as `store_row` stores it."""
+    lanes = tl.arange(0, tile.width)
+    mask = (start + lanes < tile.dim - c * tile.width) & wanted
+    tl.store(pointer + start + c * tile.width + lanes, chunk.to(pointer.dtype.element_ty), mask=mask)

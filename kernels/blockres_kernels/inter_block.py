@@ -476,10 +476,14 @@ class Terms(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Of T tokens, where more sources than one launch takes are needed to make terms of them."""
+    """What terms are made of, for X tokens or for the token that each of X programs is at.
 
-    p: Tensor  # [T, N, S]
-    hv: Tensor  # [T, N]: <h_0, v_j>
+    Where one launch sees all sources, v_j - v_0 is in the place of v_j, and the first source's places are not written.
+    """
+
+    p: Tensor  # [X, N, S]
+    hv: Tensor  # [X, N]: <h_0, v_j>
+    norm: Tensor  # [X, 2]: <h_0, h_0> and <u, h_0>
 
 
 @triton.jit
@@ -498,12 +502,21 @@ def _first_weights(scores, source, present, at, T):
 
 
 @triton.jit
-def _load_scores(scores, rstd, first, total, present, answered, query, source, at, T):
-    """Scores [S, N], -inf where there is no source, and r [N]."""
-    where = (tl.cast(query, tl.int64)[:, None] * total + source[None, :] + first) * T + at
+def _load_scores(scores, rstd, count, present, answered, query, source, at, T):
+    """Scores [S, N], -inf where there is no source, and r [N]; where all sources are in one launch."""
+    where = (tl.cast(query, tl.int64)[:, None] * count + source[None, :]) * T + at
     score = tl.load(scores + where, mask=answered[:, None] & present[None, :], other=0.0)
-    r = tl.load(rstd + (tl.cast(source, tl.int64) + first) * T + at, mask=present, other=0.0)
+    r = tl.load(rstd + tl.cast(source, tl.int64) * T + at, mask=present, other=0.0)
     return tl.where(present[None, :], score, -float("inf")), r
+
+
+@triton.jit
+def _load_products(products, place, source, query, present, answered):
+    """p [S, N] and <h_0, v_j> [N] of this program's token, zero for the first source."""
+    paired = present & (source > 0)
+    p = products.p + (place + source)[None, :] * query.shape[0] + query[:, None]
+    hv = tl.load(products.hv + place + source, mask=paired, other=0.0)
+    return tl.load(p, mask=answered[:, None] & paired[None, :], other=0.0), hv
 
 
 @triton.jit
@@ -526,14 +539,13 @@ def _store_terms(p, score, r, dlse, terms, entry, present, query, source, panel,
 
 
 @triton.jit
-def _through_norm(p, hv, uh, hh, terms, entry, query, panel, formula):
+def _through_norm(p, hv, hh, uh, terms, entry, query, panel, formula):
     """<g_0, v_j> in place of <u, v_j> in the first row of p; rho and beta are stored."""
     rho = tl.rsqrt(hh / panel.dim + formula.norm_eps)
     beta = rho * rho * rho * uh / panel.dim
     tl.store(terms.norm + 2 * entry, rho)
     tl.store(terms.norm + 2 * entry + 1, beta)
-    first = (query == 0)[:, None]
-    return tl.where(first, rho * p - (beta * hv)[None, :], p)
+    return tl.where((query == 0)[:, None], rho * p - (beta * hv)[None, :], p)
 
 
 @triton.jit(do_not_specialize=["queries", "count", "first", "total", "tokens"])
@@ -543,10 +555,7 @@ def _attn_res_inter_backward_pairs(
     mixed,  # [T, D], h_0 where more sources than this launch's are in it, else None
     norm_weight,  # [D] or None
     scores,  # [S, total, T]
-    rstd,  # [total, T]
-    grad_lse,  # [S, T] or None
-    terms,  # to be written; or None, and then
-    products,  # to be written instead
+    products,  # of T tokens
     table,  # [programs, 2, N + S] int64: addresses of tensors, and of the token's rows
     queries,
     count,
@@ -554,23 +563,23 @@ def _attn_res_inter_backward_pairs(
     total,
     tokens,
     slots,
+    paired,
     panel,
     formula,
     UNIFORM: tl.constexpr,
 ):
+    ROWS: tl.constexpr = panel.sources + panel.queries
+    LANES: tl.constexpr = panel.columns // panel.vector
     T = tl.cast(tokens, tl.int64)
     query = tl.arange(0, panel.queries)
     source = tl.arange(0, panel.sources)
     answered = query < queries
     present = source < count
-    table += tl.program_id(0) * (2 * (panel.sources + panel.queries))
+    table += tl.program_id(0) * (2 * ROWS)
     grad_table = table + panel.sources
     tl.store(table + source, _spread(sources.pointers, source))
     tl.store(grad_table + query, _spread(grads.pointers, query))
-    ROWS: tl.constexpr = panel.sources + panel.queries
     strides = _strides(sources, source, UNIFORM)
-    LANES: tl.constexpr = panel.columns // panel.vector
-    paired = slots if terms is None else slots[1:]
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), disable_licm=True):
         at = tl.cast(token, tl.int64)
         tl.debug_barrier()
@@ -583,8 +592,8 @@ def _attn_res_inter_backward_pairs(
             a0 = _first_weights(scores, source, present, at, T)
         pairs = [tl.zeros([panel.queries, LANES], formula.dtype) for j in paired]
         hv = tl.zeros([panel.sources, LANES], formula.dtype)
-        hh = tl.zeros([LANES], formula.dtype)
-        uh = tl.zeros([LANES], formula.dtype)
+        hh = tl.zeros([panel.columns], formula.dtype)
+        uh = tl.zeros([panel.columns], formula.dtype)
         for start in tl.range(0, panel.dim, panel.columns):
             columns = start + tl.arange(0, panel.columns)
             inside = columns < panel.dim
@@ -593,9 +602,10 @@ def _attn_res_inter_backward_pairs(
             if norm_weight is not None:
                 if mixed is None:
                     h = tl.sum(a0[:, None] * v, axis=0)
+                    hh += h * h
                 else:
                     h = tl.load(mixed + at * panel.dim + columns, mask=inside, other=0.0)
-            if terms is not None:
+            if len(paired) < len(slots):
                 v -= _row_of(v, source == 0)[None, :]
             if norm_weight is not None:
                 hv += _within_lanes(v * h[None, :], panel.vector)
@@ -604,27 +614,49 @@ def _attn_res_inter_backward_pairs(
             if norm_weight is not None:
                 w = tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
                 g = tl.where((query == 0)[:, None], g * w[None, :], g)
-                if terms is not None:
-                    hh += _within_lanes(h * h, panel.vector)
-                    uh += _within_lanes(h * _row_of(g, query == 0), panel.vector)
+                if mixed is None:
+                    uh += h * _row_of(g, query == 0)
             pairs = _add_pairs(pairs, g, v, paired, source, panel.vector)
-        p = _as_tile(pairs, paired, query, source, formula.dtype)
         entry = at * total + first
-        if terms is None:
-            where = (entry + source)[None, :] * panel.queries + query[:, None]
-            tl.store(products.p + where, p, mask=present[None, :])
+        for i in tl.static_range(len(paired)):
+            p = products.p + (entry + paired[i]) * panel.queries + query
+            tl.store(p, tl.sum(pairs[i], axis=1), mask=count > paired[i])
+        if norm_weight is not None:
             tl.store(products.hv + entry + source, tl.sum(hv, axis=1), mask=present)
-        else:
-            if norm_weight is not None:
-                p = _through_norm(
-                    p, tl.sum(hv, axis=1), tl.sum(uh, axis=0), tl.sum(hh, axis=0), terms, at, query, panel, formula
-                )
-            dlse = None
-            if grad_lse is not None:
-                dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
-            score, r = _load_scores(scores, rstd, first, total, present, answered, query, source, at, T)
-            e_sum = _store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, formula)
-            tl.store(terms.e_sum + at * panel.queries + query, e_sum)
+            tl.store(products.norm + 2 * at, tl.sum(hh, axis=0))
+            tl.store(products.norm + 2 * at + 1, tl.sum(uh, axis=0))
+
+
+@triton.jit(do_not_specialize=["queries", "count", "tokens"])
+def _attn_res_inter_backward_terms(
+    scores,  # [S, N, T]
+    rstd,  # [N, T]
+    grad_lse,  # [S, T] or None
+    products,  # of T tokens
+    terms,
+    queries,
+    count,
+    tokens,
+    panel,
+    formula,
+    NORM: tl.constexpr,
+):
+    at = tl.cast(tl.program_id(0), tl.int64)
+    T = tl.cast(tokens, tl.int64)
+    query = tl.arange(0, panel.queries)
+    source = tl.arange(0, panel.sources)
+    answered = query < queries
+    present = source < count
+    p, hv = _load_products(products, at * count, source, query, present, answered)
+    if NORM:
+        hh = tl.load(products.norm + 2 * at)
+        p = _through_norm(p, hv, hh, tl.load(products.norm + 2 * at + 1), terms, at, query, panel, formula)
+    score, r = _load_scores(scores, rstd, count, present, answered, query, source, at, T)
+    dlse = None
+    if grad_lse is not None:
+        dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
+    e_sum = _store_terms(p, score, r, dlse, terms, at * count, present, query, source, panel, formula)
+    tl.store(terms.e_sum + at * panel.queries + query, e_sum)
 
 
 @triton.jit
@@ -749,12 +781,12 @@ def _first_mixture(values, scores, count, at, T, slots):
 
 
 @triton.jit
-def _store_pairs(table, x, differences, slots, VECTOR: tl.constexpr):
-    """<x, v_j - v_0> for j > 0 in the places of j in a table."""
+def _store_pairs(table, stride, x, differences, slots, VECTOR: tl.constexpr):
+    """<x, v_j - v_0> for j > 0, at `stride` from one to the next."""
     if len(slots) > 1:
         sums = _sums([_within_lanes(x * differences[j], VECTOR) for j in slots[1:]])
         for j in tl.static_range(1, len(slots)):
-            tl.store(table + j, sums[j - 1])
+            tl.store(table + j * stride, sums[j - 1])
 
 
 @triton.jit(do_not_specialize=["count", "tokens", "wanted", "added"])
@@ -793,8 +825,8 @@ def _attn_res_inter_backward_whole(
     entry = program * count
     ae = terms.ae + entry * (2 * panel.queries)
     e_sum = terms.e_sum + program * panel.queries
-    p_table = products.p + program * (panel.queries * panel.sources)
-    hv_table = products.hv + program * panel.sources
+    scratch = program * panel.sources
+    p_table = products.p + scratch * panel.queries
     dkey = [tl.zeros([panel.columns], formula.dtype) for s in asked]
     dnorm = tl.zeros([panel.columns], formula.dtype)
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), disable_licm=True):
@@ -816,16 +848,13 @@ def _attn_res_inter_backward_whole(
                 if s == 0:
                     x = g[0] * tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
                     hh, uh = _sums((_within_lanes(h * h, panel.vector), _within_lanes(h * x, panel.vector)))
-                    _store_pairs(hv_table, h, v, slots, panel.vector)
-            _store_pairs(p_table + s * panel.sources, x, v, slots, panel.vector)
+                    _store_pairs(products.hv + scratch, 1, h, v, slots, panel.vector)
+            _store_pairs(p_table + s, panel.queries, x, v, slots, panel.vector)
         tl.debug_barrier()
-        paired = present & (source > 0)
-        p_place = query[:, None] * panel.sources + source[None, :]
-        p = tl.load(p_table + p_place, mask=answered[:, None] & paired[None, :], other=0.0)
-        score, r = _load_scores(scores, rstd, 0, count, present, answered, query, source, at, T)
+        p, hv = _load_products(products, scratch, source, query, present, answered)
+        score, r = _load_scores(scores, rstd, count, present, answered, query, source, at, T)
         if norm_weight is not None:
-            hv = tl.load(hv_table + source, mask=paired, other=0.0)
-            p = _through_norm(p, hv, uh, hh, terms, program, query, panel, formula)
+            p = _through_norm(p, hv, hh, uh, terms, program, query, panel, formula)
         dlse = None
         if grad_lse is not None:
             dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
@@ -884,7 +913,7 @@ def attn_res_inter_forward(
         keys, formula = _keys(queries, key_weights, dtype), Formula(eps, scale, norm_eps, triton_dtype(dtype))
         rows, stats = rows_of(sources), (lse, scores, rstd)
         size = launch.bucket(min(total, launch.MAX_SOURCES))
-        plan = launch.attn_res_inter_forward(shape[-1], first.element_size(), count, size)
+        plan = launch.attn_res_inter_forward(shape[-1], first.element_size(), count, size, launch.lanes())
         with on_device(first):
             if plan.held and total <= launch.MAX_SOURCES:
                 _hold(plan, rows, keys, norm_weight, outputs, stats, formula)
@@ -922,7 +951,7 @@ def _hold(
         constants(plan.tile),
         constants(formula),
         min(16 // rows.tensors[0].element_size(), plan.tile.width),
-        num_warps=plan.warps,
+        **launch.options(plan.warps),
     )
 
 
@@ -939,7 +968,8 @@ def _read_twice(
         last = stop == total
         target = outputs if last else torch.empty_like(outputs, dtype=lse.dtype) if carry is None else carry
         bucket = launch.bucket(stop - start)
-        plan = launch.attn_res_inter_forward(keys.shape[1], rows.tensors[0].element_size(), keys.shape[0], bucket)
+        count, dim = keys.shape
+        plan = launch.attn_res_inter_forward(dim, rows.tensors[0].element_size(), count, bucket, launch.lanes())
         programs = launch.persistent(rows.count, plan.resident, lse.device)
         normed = last and norm_weight is not None
         _attn_res_inter_forward_twice[(programs,)](
@@ -960,7 +990,7 @@ def _read_twice(
             constants(formula),
             _uniform(rows.group(start, stop)),
             512,
-            num_warps=1,
+            **launch.options(1),
         )
         carry = target
 
@@ -1016,13 +1046,13 @@ def attn_res_inter_backward(
         if work.plan.whole and len(sources) <= launch.MAX_SOURCES:
             dkey_rows, dnorm_rows = _launch_whole(work)
         elif len(sources) <= launch.MAX_SOURCES:
-            dkey_rows, dnorm_rows = _launch_slices(work, None, _launch_pairs(work))
+            dkey_rows, dnorm_rows = _launch_slices(work, None, _launch_terms(work, _launch_pairs(work, None)))
         else:
             head = None if key_weights is None else key_weights[:1]
             mixed = None
             if norm_weight is not None:
                 mixed = attn_res_inter_forward(sources, queries[:1], head, None, eps, scale, norm_eps, scores.dtype)[0]
-            dkey_rows, dnorm_rows = _launch_slices(work, mixed, _launch_pairs_in_groups(work, mixed))
+            dkey_rows, dnorm_rows = _launch_slices(work, mixed, _terms_of_groups(work, _launch_pairs(work, mixed)))
         dnorm_weight = scores.new_empty(0) if dnorm_rows is None else add_rows(dnorm_rows)[0]
         return dsources, add_rows(dkey_rows.flatten(1))[0].view(queries.shape), dnorm_weight
 
@@ -1084,6 +1114,14 @@ class _Backward:
             self.keys.new_empty(entries, 2),
         )
 
+    def products(self, entries: int, sources: int) -> Products:
+        queries = self.plan.panel.queries
+        return Products(
+            self.keys.new_empty(entries, sources, queries),
+            self.keys.new_empty(entries, sources),
+            self.keys.new_empty(entries, 2),
+        )
+
     def sums(self, launches: int, programs: int) -> tuple[Tensor, Tensor | None]:
         """Rows for the sums of all programs: [.., S, D], and [programs, D] where there is a norm."""
         norm = None if self.norm_weight is None else self.keys.new_empty(programs, self.keys.shape[1])
@@ -1107,10 +1145,7 @@ def _launch_whole(work: _Backward) -> tuple[Tensor, Tensor | None]:
         work.rstd,
         work.grad_lse,
         work.terms(programs),
-        Products(
-            work.keys.new_empty(programs, plan.panel.queries, plan.panel.sources),
-            work.keys.new_empty(programs, plan.panel.sources),
-        ),
+        work.products(programs, plan.panel.sources),
         *sums,
         sources,
         tokens,
@@ -1120,62 +1155,66 @@ def _launch_whole(work: _Backward) -> tuple[Tensor, Tensor | None]:
         indices(queries),
         constants(plan.panel),
         constants(work.formula),
-        num_warps=plan.warps,
+        **launch.options(plan.warps),
     )
     return sums
 
 
-def _launch_pairs(work: _Backward) -> Terms:
-    terms = work.terms(work.sources.count)
-    _launch_pairs_of_group(work, 0, len(work.sources.tensors), None, terms, None)
-    return terms
-
-
-def _launch_pairs_in_groups(work: _Backward, mixed: Tensor | None) -> Terms:
+def _launch_pairs(work: _Backward, mixed: Tensor | None) -> Products:
     queries, sources, tokens = work.sizes
-    products = Products(
-        work.keys.new_empty(tokens, sources, work.plan.panel.queries), work.keys.new_empty(tokens, sources)
-    )
-    for start, stop in launch.groups(sources):
-        _launch_pairs_of_group(work, start, stop, mixed, None, products)
-    return _terms_of_groups(work, products.p[:, :, :queries], products.hv)
-
-
-def _launch_pairs_of_group(
-    work: _Backward, start: int, stop: int, mixed: Tensor | None, terms: Terms | None, products: Products | None
-) -> None:
-    queries, sources, tokens = work.sizes
-    plan, bucket = work.plan, launch.bucket(stop - start)
-    group = work.sources.group(start, stop)
+    plan, groups = work.plan, launch.groups(sources)
     programs = launch.persistent(tokens, plan.resident, work.keys.device)
-    table = work.keys.new_empty(programs, 2 * (plan.panel.sources + plan.panel.queries), dtype=torch.int64)
-    _attn_res_inter_backward_pairs[(programs,)](
-        work.grads.argument(queries),
-        group.argument(bucket),
-        mixed,
-        work.norm_weight,
+    products = work.products(tokens, sources)
+    table = work.keys.new_empty(programs, 2 * (plan.pairs.sources + plan.pairs.queries), dtype=torch.int64)
+    for start, stop in groups:
+        group, slots = work.sources.group(start, stop), indices(launch.bucket(stop - start))
+        _attn_res_inter_backward_pairs[(programs,)](
+            work.grads.argument(queries),
+            group.argument(len(slots)),
+            mixed,
+            work.norm_weight,
+            work.scores,
+            products,
+            table,
+            queries,
+            stop - start,
+            start,
+            sources,
+            tokens,
+            slots,
+            slots[1:] if len(groups) == 1 else slots,
+            constants(plan.pairs),
+            constants(work.formula),
+            _uniform(group),
+            **launch.options(plan.warps),
+        )
+    return products
+
+
+def _launch_terms(work: _Backward, products: Products) -> Terms:
+    queries, sources, tokens = work.sizes
+    terms, panel = work.terms(tokens), work.plan.panel
+    _attn_res_inter_backward_terms[(tokens,)](
         work.scores,
         work.rstd,
         work.grad_lse,
-        terms,
         products,
-        table,
+        terms,
         queries,
-        stop - start,
-        start,
         sources,
         tokens,
-        indices(bucket),
-        constants(plan.pairs),
+        constants(panel),
         constants(work.formula),
-        _uniform(group),
-        num_warps=plan.warps,
+        work.norm_weight is not None,
+        **launch.options(max(panel.queries * panel.sources // 256, 1)),
     )
+    return terms
 
 
-def _terms_of_groups(work: _Backward, p: Tensor, hv: Tensor) -> Terms:
-    """What `_store_terms` and `_through_norm` do, where no program sees all sources of a token; p is [T, N, S]."""
+def _terms_of_groups(work: _Backward, products: Products) -> Terms:
+    """What `_launch_terms` does, where there are more sources than a program sees."""
     queries, sources, tokens = work.sizes
+    p, hv = products.p[:, :, :queries], products.hv
     width, formula, groups = work.keys.shape[1], work.formula, launch.groups(sources)
     score = work.scores.reshape(queries, sources, tokens).permute(2, 1, 0)
     r = work.rstd.reshape(sources, tokens).t()
@@ -1237,7 +1276,7 @@ def _launch_slices(work: _Backward, mixed: Tensor | None, terms: Terms) -> tuple
             constants(plan.panel),
             constants(work.formula),
             _uniform(group),
-            num_warps=plan.warps,
+            **launch.options(plan.warps),
         )
     return dkey_rows, dnorm_rows
 

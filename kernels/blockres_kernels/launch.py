@@ -4,7 +4,7 @@ Every choice is a function of sizes and dtypes alone, so it is made, and tested,
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ def lanes() -> int:
 
 def options(warps: int) -> dict[str, int]:
     """Options of a launch. Left to itself, NVIDIA's assembler may spill so that more programs could run at a time."""
-    limit = {"maxnreg": 255} if lanes() == 32 else {}
+    limit = {"maxnreg": min(255, 2048 // warps)} if lanes() == 32 else {}
     return {"num_warps": warps, "num_stages": 1, **limit}
 
 
@@ -133,7 +133,7 @@ def attn_res_forward(dim: int, itemsize: int, lanes: int) -> Forward:
         ahead = cut.ahead(224, 3, 0, 6, beside=0)
         if ahead >= 2:
             return Forward(cut.tile, cut.threads // lanes, ahead, True, 256 // cut.threads)
-    return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(170, 2, 0, 2), 0), False, 1)
+    return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(150, 2, 0, 2), 0), False, 1)
 
 
 @functools.cache
@@ -144,17 +144,32 @@ def attn_res_backward(dim: int, itemsize: int, slots: int, norm: bool, lanes: in
     """
     cuts = _cuts(dim, dim, itemsize, lanes)
     for cut in cuts:
-        if slots <= 16 and cut.ahead(210 - slots, 5 + norm, slots, 0) >= 0:
+        if slots <= 16 and cut.ahead(218 - 11 * slots // 4, 5 + norm, slots, 0) >= 0:
             return Backward(cut.tile, cut.threads // lanes, True, (0, 0), 1, 256 // cut.threads)
     slices = 0
     while True:
         slices += 1
         for cut in _cuts(dim, -(-dim // slices), itemsize, lanes):
-            free = 0 if slices == 1 else -4  # a slice's first column takes part in every address
-            ahead = cut.ahead(228 + free, 3 + norm, 1, 6), cut.ahead(196 + free, 5 + norm, 0, 1)
+            start = 0 if slices == 1 else 4 + 4 * norm  # a slice's first column takes part in every address
+            ahead = cut.ahead(228 - start, 3 + norm, 1, 6), cut.ahead(196 - start, 5 + norm, 0, 1)
             if (ahead[0] >= 2 and ahead[1] >= 1) or (cut.threads == 256 and min(ahead) >= 0):
                 columns = cut.tile.width * len(cut.tile.chunks)
                 return Backward(cut.tile, cut.threads // lanes, False, ahead, -(-dim // columns), 256 // cut.threads)
+
+
+# --- inference -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def attn_res_step(dim: int, itemsize: int, narrowest: int, lanes: int) -> Forward:
+    """As one aggregation, over a bank whose elements have `itemsize` bytes. Its own rows are two, the open block's sum
+    and the update, before there is a mixture.
+
+    Where update or output are narrower than the bank, a chunk is so much wider that theirs are 16 bytes a thread too.
+    """
+    plan = attn_res_forward(dim, itemsize, lanes)
+    width = plan.tile.width * itemsize // narrowest
+    return replace(plan, tile=tile_of(dim, width))
 
 
 # --- phase 2 ---------------------------------------------------------------------------------------------------------
@@ -163,7 +178,7 @@ def attn_res_backward(dim: int, itemsize: int, slots: int, norm: bool, lanes: in
 @dataclass(frozen=True)
 class MergeForward:
     tile: Tile
-    warps: int
+    options: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -178,27 +193,29 @@ class MergeBackward:
 
 
 def attn_res_merge_forward(dim: int) -> MergeForward:
-    """One row in one tile. 512 elements a warp are 16 bytes a lane in bf16, with 64 lanes too."""
-    block = triton.next_power_of_2(dim)
-    return MergeForward(tile_of(dim, block), min(max(block // 512, 1), 8 if block <= 8192 else 16))
+    """One row in one tile. 512 elements a warp are 16 bytes a lane in bf16, with 64 lanes too.
 
-
-def attn_res_merge_backward(dim: int, itemsize: int, norm: bool) -> MergeBackward:
-    """Output, partial, gradient and the sums for two parameters: five rows in registers, 255 of them a thread at D =
-    8192.
-
-    `itemsize` is that of the widest row. Rows of 4 bytes cannot wait for use as pairs in one register: with the norm,
-    whose
-    sums need a row more, they fit up to 7168. 8 bytes (float64) need twice the registers, so half the columns.
+    The widest rows are left to the assembler, which spills a little where it is told to go to the end of its registers.
     """
-    fits = 8192 if itemsize == 2 or not norm else 7168
-    columns = triton.next_power_of_2(dim) if dim * max(itemsize, 4) <= fits * 4 else 4096 * 4 // max(itemsize, 4)
-    warps = min(max(columns // 512, 1), 8)
-    resident = 1 if columns > 4096 else max(16 // warps, 1)
-    piece = tile_of(dim, min(columns, 2048))
-    return MergeBackward(
-        Tile(dim, columns, (0,)), piece._replace(chunks=(0,)), triton.cdiv(dim, columns), warps, resident
-    )
+    block = triton.next_power_of_2(dim)
+    warps = min(max(block // 512, 1), 8)
+    return MergeForward(tile_of(dim, block), options(warps) if dim <= 8192 else {"num_warps": warps})
+
+
+def attn_res_merge_backward(dim: int, itemsizes: tuple[int, ...], norm: bool, lanes: int) -> MergeBackward:
+    """Output, partial, gradient and the sums for two parameters are five rows in registers, all of them at D = 8192.
+
+    `itemsizes` are those of the rows. Rows of 4 bytes cannot wait for use as pairs in one register: with the norm,
+    whose sums need a row more, they fit up to 7168. Rows of 8 bytes need twice the registers, so half the columns.
+    """
+    widest, narrowest = max(*itemsizes, 4), min(itemsizes)
+    fits = 8192 if max(itemsizes) == 2 or not norm else 7168
+    columns = triton.next_power_of_2(max(dim, lanes)) if dim * widest <= fits * 4 else 4096 * 4 // widest
+    threads = min(max(columns // (32 if max(itemsizes) == 2 else 16), lanes), 256)
+    piece = min(columns, threads * 16 // narrowest)
+    slices = triton.cdiv(dim, columns)
+    tiles = Tile(dim, columns, (0,)), Tile(dim, piece, (0,))
+    return MergeBackward(*tiles, slices, threads // lanes, 256 // threads)
 
 
 def persistent_programs(tokens: int, resident: int, device: torch.device) -> int:
@@ -234,7 +251,7 @@ class InterForward:
 
 @dataclass(frozen=True)
 class InterBackward:
-    """`whole`: one launch and one read; else a launch for pairs, in tiles `pairs`, before one for slices of D."""
+    """`whole`: one launch and one read; else a launch for products, in tiles `pairs`, before one for slices of D."""
 
     whole: bool
     panel: Panel
@@ -243,68 +260,57 @@ class InterBackward:
     resident: int
 
 
-def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int) -> InterForward:
-    """Up to 160 registers of a thread hold sources: 5 rows of D = 7168, 9 of 4096. A row takes 4 bytes an element
-    there.
+def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int, lanes: int) -> InterForward:
+    """Up to 160 registers of a thread hold sources, 4 bytes an element: 5 rows of D = 7168, 9 of 4096.
 
-    Compilers widen rows of 2 bytes ahead of the loop over queries and keep them so. With fewer warps the sums over D,
+    Compilers widen rows of 2 bytes ahead of the loop over queries and keep them so. With fewer threads the sums over D,
     one for each query and source, cost less beside the products; with more of them there is more room.
     """
     words = sources * dim * max(itemsize, 4) // 4
-    warps = next((w for w in (1, 2, 4) if words <= w * 32 * 96), 8)
-    held = words <= warps * 32 * 160
-    tile = tile_of(dim, min(warps * 64 * 16 // itemsize, triton.next_power_of_2(max(dim, 16))))
+    threads = next((t for t in (64, 128) if t >= lanes and words <= t * 96), 256)
+    width = min(threads * 16 // itemsize, triton.next_power_of_2(max(dim, 16)))
     group = min(queries, 2 if sources <= 9 else 1)
-    panel = _narrow_panel(dim, itemsize, queries, sources, sources > 9)
-    return InterForward(held, tile, group, panel, warps if held else 1, 8)
+    panel = _narrow_panel(dim, itemsize, queries, sources, lanes, sources > 9)
+    return InterForward(words <= threads * 160, tile_of(dim, width), group, panel, threads // lanes, 8)
 
 
 def attn_res_inter_backward(
     dim: int, itemsize: int, queries: int, sources: int, norm: bool, adds: bool, lanes: int
 ) -> InterBackward:
-    """Whole where a thread's columns of all gradients, sources and sums leave a third of its registers for the rest.
+    """Whole where a thread's columns of all gradients, sources and sums leave two fifths of its registers for the rest.
 
     Such a kernel repeats its code for each query and source. Above D = 768 its threads load 16 bytes each; narrower
-    rows
-    may be cut finer, to make room for more queries.
+    rows may be cut finer, to make room for more queries.
     """
     columns = triton.next_power_of_2(max(dim, lanes))
     rows = 2 * queries + sources + 2 * norm + adds
     most = (152 - 3 * queries) // (rows * max(itemsize // 4, 1))
     least = 16 // itemsize if dim >= 768 else 1
-    each = max(columns // (8 * lanes), min(16 // itemsize, columns // lanes), 1)
-    while each > most and each > least and columns // each < 8 * lanes:
+    each = max(columns // 256, min(16 // itemsize, columns // lanes), 1)
+    while each > most and each > least and columns // each < 256:
         each //= 2
     if each <= most and queries * sources <= 160:
-        panel = Panel(
-            dim,
-            triton.next_power_of_2(queries),
-            triton.next_power_of_2(sources),
-            columns,
-            min(each, 16 // itemsize),
-        )
-        warps = columns // each // lanes
-        return InterBackward(True, panel, panel, warps, 8 // warps)
-    crowded = norm and sources > 8 and max(queries, sources) <= 16
-    pairs = _narrow_panel(dim, itemsize, queries, sources, crowded)
-    panel = pairs._replace(columns=pairs.columns * 2 if crowded and sources <= 16 else pairs.columns)
+        powers = triton.next_power_of_2(queries), triton.next_power_of_2(sources)
+        panel = Panel(dim, *powers, columns, min(each, 16 // itemsize))
+        threads = columns // each
+        return InterBackward(True, panel, panel, threads // lanes, 256 // threads)
+    panel = _narrow_panel(dim, itemsize, queries, sources, lanes, False)
+    pairs = _narrow_panel(dim, itemsize, queries, sources, lanes, norm and sources > 9)
+    sizes = max(panel.queries, pairs.queries), max(panel.sources, pairs.sources)
+    panel, pairs = (p._replace(queries=sizes[0], sources=sizes[1]) for p in (panel, pairs))
     return InterBackward(False, panel, pairs, 1, 8)
 
 
-def _narrow_panel(dim: int, itemsize: int, queries: int, sources: int, crowded: bool) -> Panel:
-    """Tiles for one warp, 1024 elements of 2 bytes or 512 of 4 at most; `crowded` halves them.
+def _narrow_panel(dim: int, itemsize: int, queries: int, sources: int, lanes: int, crowded: bool) -> Panel:
+    """Tiles for one warp: 2 KB for up to 16 queries and sources, rows of 128 bytes; half as wide where `crowded`.
 
-    Half the rows at least are kept, so that 64 lanes too find 16 bytes each.
+    There are at least as many rows as it takes for all lanes to load 16 bytes each.
     """
-    rows = max(triton.next_power_of_2(max(queries, sources)), 16) * (2 if crowded else 1)
-    columns, least = max(2048 // itemsize // rows, 1), rows // 2
-    return Panel(
-        dim,
-        max(triton.next_power_of_2(queries), least),
-        max(triton.next_power_of_2(sources), least),
-        columns,
-        min(16 // itemsize, columns),
-    )
+    rows = max(triton.next_power_of_2(max(queries, sources)), 16)
+    columns = max(2048 // itemsize // rows // (2 if crowded else 1), 1)
+    least = lanes * 16 // (columns * itemsize)
+    queries, sources = (max(triton.next_power_of_2(n), least) for n in (queries, sources))
+    return Panel(dim, queries, sources, columns, min(16 // itemsize, columns))
 
 
 # --- cast ------------------------------------------------------------------------------------------------------------

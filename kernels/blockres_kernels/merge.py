@@ -212,16 +212,16 @@ def _attn_res_merge_backward(
             pair = rho * (pair - along * hd)
         ds = share * rest * pair
         tl.store(dlse + at, (-ds).to(dlse.dtype.element_ty), mask=own == 0)
+        on_key = ds * r * formula.scale
+        dkey = [dkey[c] + on_key * p[c] for c in tile.chunks]
         if norm_weight is not None:
             h = [o[c] + share * (p[c] - o[c]) for c in tile.chunks]
             dnorm = [dnorm[c] + g[c] * (h[c] * rho) for c in tile.chunks]
             w = _vector(norm_weight, tile, formula.dtype, start)
             g = [g[c] * (rho * w[c]) - h[c] * (rho * along) for c in tile.chunks]
         store_row(doutput + at * tile.dim, [rest * g[c] for c in tile.chunks], tile, start=start)
-        on_key = ds * r * formula.scale
         on_value = ds * s * r * r / tile.dim
         dp = [share * g[c] - on_value * p[c] for c in tile.chunks]
-        dkey = [dkey[c] + on_key * p[c] for c in tile.chunks]
         if grad_partial is not None:
             passed = _row(grad_partial, token, tile, formula.dtype, start)
             dp = [dp[c] + passed[c] for c in tile.chunks]
@@ -269,7 +269,7 @@ def attn_res_merge_forward(
             lse.numel(),
             constants(plan.tile),
             constants(Formula(eps, scale, norm_eps, triton_dtype(dtype))),
-            num_warps=plan.warps,
+            **plan.options,
         )
     return h, new_partial, stats
 
@@ -292,8 +292,8 @@ def attn_res_merge_backward(
     shape, tokens = output.shape, lse.numel()
     doutput, dpartial = output.new_empty(shape), partial_new.new_empty(shape)
     dlse = lse.new_empty(lse.shape)
-    widest = max(x.element_size() for x in (grad_h, output, partial_new))
-    plan = launch.attn_res_merge_backward(shape[-1], widest, norm_weight is not None)
+    itemsizes = tuple(x.element_size() for x in (grad_h, output, partial_new))
+    plan = launch.attn_res_merge_backward(shape[-1], itemsizes, norm_weight is not None, launch.lanes())
     programs = launch.persistent_programs(tokens, plan.resident, output.device)
     dkey_rows = stats.new_empty(programs, shape[-1])
     dnorm_rows = stats.new_empty(0 if norm_weight is None else dkey_rows.shape)
@@ -319,7 +319,7 @@ def attn_res_merge_backward(
                 constants(plan.piece),
                 constants(plan.tile),
                 constants(Formula(eps, scale, norm_eps, triton_dtype(stats.dtype))),
-                num_warps=plan.warps,
+                **launch.options(plan.warps),
             )
     width = 0 if norm_weight is None else shape[-1]
     if not tokens:

@@ -186,7 +186,7 @@ def test_every_way_through_the_kernels_is_taken_by_the_cases_here():
     """(forward reads sources once, backward reads everything once) for the cases of this file."""
     ways = []
     for sources, queries, dim in [*CASES, (3, 2, 16384)]:
-        held = launch.attn_res_inter_forward(dim, 2, queries, launch.bucket(sources)).held
+        held = launch.attn_res_inter_forward(dim, 2, queries, launch.bucket(sources), launch.lanes()).held
         ways.append((held, is_whole(sources, queries, dim, BF16, True, True)))
     assert ways == [(True, True), (True, False), (False, False)]
 
@@ -305,7 +305,7 @@ def test_rows_are_moved_as_often_as_promised(sources, queries, dim, held, whole,
     with count_traffic() as backward:
         problem.backward(statistics)
     size = launch.bucket(sources)
-    assert launch.attn_res_inter_forward(dim, 2, queries, size).held == held
+    assert launch.attn_res_inter_forward(dim, 2, queries, size, launch.lanes()).held == held
     assert is_whole(sources, queries, dim, BF16, norm, existing) == whole
     assert forward.moved("sources", "outputs").total == ((1 if held else 2) * sources + queries) * unit
     times = (1, 2) if whole else (2, 3)

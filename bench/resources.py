@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from blockres_kernels import aggregate, launch
+from blockres_kernels import aggregate, launch, step
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -123,9 +123,29 @@ def _attn_res_backward(shape: Shape) -> None:
     )
 
 
+def _attn_res_step(shape: Shape) -> None:
+    """The open block's slot and `shape.sources - 1` before it."""
+    bank, count = torch.empty(shape.sources, shape.tokens, shape.dim, dtype=DTYPES[shape.dtype]), shape.sources - 1
+    step.attn_res_step(
+        bank,
+        bank[count],
+        shape.row(),
+        bank[count],
+        shape.row(),
+        shape.vector(),
+        shape.vector(),
+        shape.vector() if shape.norm else None,
+        count,
+        1e-6,
+        1.0,
+        1e-6,
+    )
+
+
 OPERATIONS: dict[str, Callable[[Shape], None]] = {
     "attn_res_forward": _attn_res_forward,
     "attn_res_backward": _attn_res_backward,
+    "attn_res_step": _attn_res_step,
 }
 
 

@@ -7,6 +7,7 @@ from blockres_kernels.aggregate import attn_res_backward, attn_res_forward
 from blockres_kernels.cast import pack, unpack
 from blockres_kernels.inter_block import attn_res_inter_backward, attn_res_inter_forward
 from blockres_kernels.merge import attn_res_merge_backward, attn_res_merge_forward
+from blockres_kernels.step import attn_res_step
 
 __all__ = [
     "attn_res_backward",
@@ -15,6 +16,7 @@ __all__ = [
     "attn_res_inter_forward",
     "attn_res_merge_backward",
     "attn_res_merge_forward",
+    "attn_res_step",
     "pack",
     "unpack",
 ]

@@ -24,7 +24,6 @@ value, and of alignment the kernel is told no more than what all rows of a width
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -189,7 +188,7 @@ def attn_res_step(
     scale: float,
     norm_eps: float,
 ) -> None:
-    """Write `partial + update` into `total [..., D]`, where there is an update, and the aggregation into `out [..., D]`.
+    """Write `partial + update` into `total [..., D]`, where there is an update, and what is read into `out [..., D]`.
 
     Only an update or parameters that cannot be read where they are, are copied; nothing else is allocated.
 

@@ -124,18 +124,17 @@ def _attn_res_backward(shape: Shape) -> None:
 
 
 def _attn_res_step(shape: Shape) -> None:
-    """The open block's slot and `shape.sources - 1` before it."""
-    bank, count = torch.empty(shape.sources, shape.tokens, shape.dim, dtype=DTYPES[shape.dtype]), shape.sources - 1
+    """The sum of the open block in the last of `shape.sources` slots, and those before it."""
+    *_, open_block = bank = torch.empty(shape.sources, shape.tokens, shape.dim, dtype=DTYPES[shape.dtype])
     step.attn_res_step(
-        bank,
-        bank[count],
+        bank[:-1],
+        open_block,
         shape.row(),
-        bank[count],
+        open_block,
         shape.row(),
         shape.vector(),
         shape.vector(),
         shape.vector() if shape.norm else None,
-        count,
         1e-6,
         1.0,
         1e-6,

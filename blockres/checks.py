@@ -73,6 +73,29 @@ def one_cut(name: str, tensors: Sequence[Tensor]) -> None:
     )
 
 
+def one_stride(name: str, value: Tensor) -> None:
+    """Rows that are one stride apart, over all leading dimensions."""
+    if not _one_stride(value, 0, value.dim() - 1):
+        raise ValueError(
+            f"the leading dimensions of {name} must reduce to one stride, got shape {tuple(value.shape)} with strides "
+            f"{tuple(value.stride())}; call .contiguous() on it first"
+        )
+
+
+def same_dtype(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    if value.dtype != other.dtype:
+        raise ValueError(f"{name} is {value.dtype}, {other_name} is {other.dtype}; they must be the same")
+
+
+def no_gradient(name: str, *values: Tensor | None) -> None:
+    """What has no backward is not asked for one."""
+    if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values):
+        raise RuntimeError(
+            f"{name} has no gradient, and one of its arguments requires one: call it under torch.inference_mode() or "
+            f"torch.no_grad(), or use attn_res, attn_res_inter and attn_res_merge, which are differentiated"
+        )
+
+
 def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     if value.shape != other.shape:
         raise ValueError(

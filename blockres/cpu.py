@@ -272,6 +272,40 @@ def attn_res_merge_backward(
     return doutput, dscore_by_token.neg_().view(lse.shape).to(lse.dtype), dpartial, dkey.sum * scale, dgain.sum
 
 
+def attn_res_step(
+    bank: Tensor,
+    partial: Tensor | None,
+    update: Tensor | None,
+    total: Tensor,
+    out: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    scale: float,
+    norm_eps: float,
+) -> None:
+    """Write `partial + update` into `total`, where there is an update, and the aggregation into `out`."""
+    compute = compute_dtype(bank.dtype)
+    keys, gain = _keys(query[None], _one(key_weight), scale, compute), _converted(norm_weight, compute)
+    sums = [x for x in (None if update is None else total, partial, update) if x is not None]
+    scratch = _Scratch(compute)
+    for _, slots, (out_row,), sum_rows in _chunks(bank.unbind(0), [out], sums, buffers=len(bank) + 2):
+        if update is not None:
+            _add(*sum_rows)
+        values = _gather([*slots, *sum_rows[:1]], "values", scratch)
+        score = _products(values, keys).mul_(_rstd(values, eps))
+        mix = torch.bmm(score.softmax(1).mT, values, out=scratch("mix", (len(values), *keys.shape))).squeeze(1)
+        out_row.copy_((mix if gain is None else _normalize(mix, gain, norm_eps))[: len(out_row)])
+
+
+def _add(total: Tensor, *terms: Tensor) -> None:
+    if len(terms) == 1:
+        total.copy_(terms[0])
+    else:
+        torch.add(*terms, out=total)
+
+
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The elements of all tensors, one tensor after the other, in one flat buffer of `dtype`."""
     sizes = [t.numel() for t in tensors]

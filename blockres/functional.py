@@ -187,6 +187,91 @@ def attn_res_merge(
     return h, partial if update is None else partial_new
 
 
+def attn_res_step(
+    bank: Tensor,
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    *,
+    partial: Tensor | None = None,
+    update: Tensor | None = None,
+    total: Tensor | None = None,
+    out: Tensor | None = None,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    norm_weight: Tensor | None = None,
+    norm_eps: float | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A sublayer's input for inference, in one pass: the pending add, the aggregation, the norm and the cast.
+
+    It aggregates over the N sources in `bank` and, where a block is open, over its running sum `partial + update`. The
+    update alone opens a block. On a GPU this is one launch, which allocates nothing where `total` and `out` are given.
+    There is no gradient.
+
+    Args:
+        bank: `[N, ..., D]`, N at least 1 and of any size; a stride apart from each other (`slots[:n]` of a longer one).
+        query, key_weight, norm_weight: `[D]`, of any float dtype.
+        partial: `[..., D]` in the bank's dtype.
+        update: `[..., D]` of any float dtype; the sum is rounded to the bank's dtype before it is scored.
+        total: where the sum goes, in the bank's dtype. It may be `partial` itself, or a slot of the same tensor that is
+            not among the N; fresh by default.
+        out: where the result goes, of any float dtype; fresh by default, in `out_dtype`. It must not overlap what is
+            read, but for `update` as a whole.
+        eps, scale, norm_eps, out_dtype: as in `attn_res`; `out_dtype` defaults to the bank's, or is that of `out`.
+
+    Rows of bank, partial, total and out must be one stride apart; those of `update` may have two.
+
+    Returns:
+        The result `[..., D]`, and the running sum: `total`, or `partial` where there is no update, or None.
+
+    Raises:
+        TypeError, ValueError: as `attn_res`.
+        RuntimeError: where a gradient is required.
+    """
+    checks.tensor("bank", bank)
+    if bank.dim() < 2 or len(bank) < 1:
+        raise ValueError(f"the bank must be [N, ..., D] with N at least 1, got shape {tuple(bank.shape)}")
+    checks.no_gradient("attn_res_step", bank, partial, update, query, key_weight, norm_weight)
+    slot = bank[0]
+    for name, parameter in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
+        checks.parameter(name, parameter, slot.shape[-1:], slot)
+    norm_eps = checks.numbers(eps, scale, norm_eps, norm_weight)
+    if update is None and total is not None:
+        raise ValueError("total is where partial + update goes, and there is no update")
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"out is {out.dtype}, out_dtype says {out_dtype}; give one of them")
+    if out is None:
+        out = slot.new_empty(slot.shape, dtype=checks.result_dtype(out_dtype, slot.dtype))
+    if total is None:
+        total = slot.new_empty(0 if update is None else slot.shape)
+    for name, rows, alike in (
+        ("a slot of the bank", slot, True),
+        ("partial", partial, True),
+        ("total", None if update is None else total, True),
+        ("out", out, False),
+    ):
+        _check_row_set(name, rows, slot, alike)
+    if update is not None:
+        checks.rows("update", update)
+        checks.one_cut("update", [update])
+        checks.same_shape("update", update, "a slot of the bank", slot)
+        checks.same_device("update", update, slot)
+    ops.attn_res_step(bank, partial, update, total, out, query, key_weight, norm_weight, eps, scale, norm_eps)
+    return out, partial if update is None else total
+
+
+def _check_row_set(name: str, value: Tensor | None, slot: Tensor, alike: bool) -> None:
+    """Rows a stride apart, of the shape and on the device of the bank's; where `alike`, of its dtype too."""
+    if value is None:
+        return
+    checks.rows(name, value)
+    checks.one_stride(name, value)
+    checks.same_shape(name, value, "a slot of the bank", slot)
+    checks.same_device(name, value, slot)
+    if alike:
+        checks.same_dtype(name, value, "the bank", slot)
+
+
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The elements of all tensors, one tensor after the other, in one flat buffer of `dtype`. Not differentiable.
 

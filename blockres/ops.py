@@ -5,7 +5,8 @@ Letters: N sources, S queries, D hidden size; `...` are the leading dimensions o
 Every operation is two ops, `blockres::<name>_forward` and `blockres::<name>_backward`, named after the functions of
 `blockres.cpu` and `blockres_kernels` that implement them; PyTorch's dispatch chooses between the two by device. What is
 saved for backward are inputs and a few numbers per token. To the implementations `query * key_weight` is one vector;
-its gradient comes back as one, in the compute dtype, and is split here.
+its gradient comes back as one, in the compute dtype, and is split here. `blockres::attn_res_step`, for inference, has
+no backward; it writes into the memory that it is given.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def kernels() -> ModuleType:
     return blockres_kernels
 
 
-def _operation(name: str, schema: str) -> Any:
+def _operation(name: str, schema: str, mutates: Sequence[str] = ()) -> Any:
     """A custom op whose implementations are the functions of that name in `blockres.cpu` and `blockres_kernels`."""
 
     def on_cpu(*args: Any) -> Any:
@@ -42,7 +43,9 @@ def _operation(name: str, schema: str) -> Any:
     def on_cuda(*args: Any) -> Any:
         return getattr(kernels(), name)(*args)
 
-    operation = torch.library.custom_op(f"blockres::{name}", on_cpu, mutates_args=(), device_types="cpu", schema=schema)
+    operation = torch.library.custom_op(
+        f"blockres::{name}", on_cpu, mutates_args=mutates, device_types="cpu", schema=schema
+    )
     operation.register_kernel("cuda")(on_cuda)
     return operation
 
@@ -272,6 +275,19 @@ class MergePassing(torch.autograd.Function):
         if grad_h is None:
             return None, None, grad_partial, None, None, None, None, None
         return *_merge_gradients(ctx, grad_h, grad_partial), None, None
+
+
+attn_res_step = _operation(
+    "attn_res_step",
+    "(Tensor bank, Tensor? partial, Tensor? update, Tensor(a!) total, Tensor(b!) out, Tensor query, "
+    "Tensor? key_weight, Tensor? norm_weight, float eps, float scale, float norm_eps) -> ()",
+    mutates=("total", "out"),
+)
+
+
+@attn_res_step.register_fake
+def _(bank, partial, update, total, out, *others):
+    return None
 
 
 def _fake_gradients(sources, needs_grad):

@@ -1,11 +1,11 @@
 """A sublayer's input for inference: the add before it, the aggregation over a bank of sources, the norm after it.
 
-Letters: N slots of the bank that are read, T tokens, D hidden size. For a token:
+Letters: N slots of the bank, T tokens, D hidden size. For a token:
 
     p   = partial + update, rounded to the storage dtype of the bank before anything else is made of it
           (the update alone where it opens a block, the partial sum alone where nothing was written since)
     r_v = 1 / sqrt(mean(v^2) + eps)          s_v = scale * r_v * <q * w, v>
-    h   = sum_v exp(s_v - lse) v             over v = p, where there is one, and the first N slots
+    h   = sum_v exp(s_v - lse) v             over v = p, where there is one, and the slots
     y   = h * rho * norm_weight,  rho = 1 / sqrt(mean(h^2) + norm_eps)      (or y = h)
 
 One launch reads N slots, partial and update once and writes p and y. Nothing is kept for a backward: there is none.
@@ -101,7 +101,7 @@ def _next_row(stream, bank, reader, ahead, tile, ALIGNMENT: tl.constexpr):
     ]
 )
 def _attn_res_step(
-    bank,  # [slots, T, D]
+    bank,  # [N, T, D]
     partial,  # [T, D] or None
     update,  # [T, D] or None
     total,  # [T, D], where there is an update
@@ -183,7 +183,6 @@ def attn_res_step(
     query: Tensor,
     key_weight: Tensor | None,
     norm_weight: Tensor | None,
-    count: int,
     eps: float,
     scale: float,
     norm_eps: float,
@@ -222,7 +221,7 @@ def attn_res_step(
             total,
             out,
             *parameters,
-            count,
+            len(bank),
             slots.count,
             bank.stride(0),
             slots.row_strides[0],

@@ -1,6 +1,7 @@
 """What one stage does with each tensor of a hop, worked out from the routing.
 
-A unit is a tensor of the residual stream: a source, which goes by its number, or the open block's partial sum.
+A unit is a tensor of the residual stream: a source, which goes by its number, or the open block's partial sum. Beside
+the stream a tally may travel, which is in every hop.
 """
 
 from dataclasses import dataclass
@@ -8,7 +9,10 @@ from dataclasses import dataclass
 from blockres.pipeline.routing import BlockRouting
 
 PARTIAL = -1
-"""Stands for the partial sum where sources go by their numbers; it comes last in every hop."""
+"""Stands for the partial sum where sources go by their numbers; it comes after them in every hop."""
+
+TALLY = -2
+"""Stands for the tally likewise; it comes last."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +48,19 @@ class StagePlan:
     is_last_on_rank: bool
 
     @staticmethod
-    def of(routing: BlockRouting, stage: int) -> "StagePlan":
+    def of(routing: BlockRouting, stage: int, tally: bool = False) -> "StagePlan":
         last = routing.num_stages - 1
         received, produced = routing.received(stage), routing.produced(stage)
         partial_in = (PARTIAL,) * routing.has_partial(stage)
         partial_out = (PARTIAL,) * (stage < last and routing.has_partial(stage + 1))
+        tally_in, tally_out = (TALLY,) * (tally and stage > 0), (TALLY,) * (tally and stage < last)
         kept = routing.kept(stage)
         own_stages = routing.stages_of(routing.rank_of(stage))
         return StagePlan(
-            received=received + partial_in,
+            received=received + partial_in + tally_in,
             held=routing.held(stage),
-            sent=routing.sent(stage) + partial_out,
-            new_units=produced + partial_out,
+            sent=routing.sent(stage) + partial_out + tally_out,
+            new_units=produced + partial_out + tally_out,
             kept_received=tuple(source for source in kept if source in received),
             kept_produced=tuple(source for source in kept if source in produced),
             released=routing.released(stage),

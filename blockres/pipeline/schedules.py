@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed import Work
+from torch.distributed.pipelining.microbatch import merge_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from blockres.pipeline.batches import Batch, Division, ShapeOf, level
@@ -283,7 +284,7 @@ def _evaluate(
                 found.append(loss_fn(output, microbatches.targets[microbatch]))
     if losses is not None and found:
         losses[:] = found
-    return torch.cat(list(level(outputs))) if outputs else None
+    return merge_chunks(list(level(outputs)), None) if outputs else None
 
 
 @contextmanager

@@ -11,10 +11,12 @@ Backward. All new outputs of a stage hang on one root node, whose backward hands
 back over the wire plus what later stages on this rank deposited. The outputs themselves need not be kept for that, nor
 are they detached in place. The gradient of a received source is the stage's own, plus what came back for it if it was
 sent onward, plus the deposits; that of a cached one is deposited. Sums are formed in float32 and cast once.
+
+A tally travels as the partial sum does, apart from its dtype.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from blockres.pipeline.batches import Shape, StepShapes
 from blockres.pipeline.cache import BlockCache, add_gradients
 from blockres.pipeline.engine import check_engine
-from blockres.pipeline.plan import PARTIAL, StagePlan
+from blockres.pipeline.plan import PARTIAL, TALLY, StagePlan
 from blockres.pipeline.routing import BlockRouting
 from blockres.pipeline.split_backward import backward_inputs, backward_weights
-from blockres.pipeline.wire import Header, HopFormat, Incoming, Link, Outbox, Traffic, agree
+from blockres.pipeline.wire import TALLY_DTYPE, Header, HopFormat, Incoming, Link, Outbox, Traffic, agree
 
 check_engine()
 
@@ -43,6 +45,10 @@ class BlockResStage(PipelineStage):
     The stage's module sees no wire and no cache. The first is called with the user's input, every other one with
     `(sources, partial)`: a tuple of all sources that exist, and the open block's running sum or None. All but the last
     return `(sources, partial)` likewise, the sources that came in first and unchanged; the last returns the output.
+
+    A loss over all layers, as one that balances experts, needs sums from every stage. They travel beside the stream as
+    a tally: one float32 tensor, never cast, which each stage adds its own to, and which gradients come back for. With
+    `tally_shape` modules take and return it after the partial sum: `(sources, partial, tally)`.
 
     Args:
         module: the stage's part of the model, already on `device`.
@@ -57,6 +63,7 @@ class BlockResStage(PipelineStage):
         group: the pipeline's ranks; default: the world.
         check_headers: check what hops say about themselves in every step. On the CPU that is always done; on a GPU it
             stops the host, so by default only the first step of training and of evaluation is checked.
+        tally_shape: of the tally, for every microbatch; None where there is none.
 
     Attributes:
         step_shapes: of the step that is running, where its schedule has exchanged them.
@@ -81,12 +88,13 @@ class BlockResStage(PipelineStage):
         pipeline_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
         check_headers: bool = False,
+        tally_shape: Sequence[int] | None = None,
     ) -> None:
         _check_fits(index, routing, group)
         _check_floating("dtype", dtype)
         _check_floating("pipeline_dtype", pipeline_dtype or dtype)
         placeholder = torch.empty((), device="meta")
-        self.plan = StagePlan.of(routing, index)
+        self.plan = StagePlan.of(routing, index, tally=tally_shape is not None)
         super().__init__(
             module,
             index,
@@ -101,6 +109,7 @@ class BlockResStage(PipelineStage):
         self._runtime_validate = False
         self.routing, self.cache = routing, cache
         self.microbatch_shape = tuple(microbatch_shape)
+        self.tally_shape = None if tally_shape is None else tuple(tally_shape)
         self.step_shapes: StepShapes | None = None
         self.dtype = dtype
         self.check_headers = check_headers or self.device.type == "cpu"
@@ -164,6 +173,7 @@ class BlockResStage(PipelineStage):
             "sublayers_per_stage": routing.sublayers_per_stage,
             "cache": routing.cache,
             "microbatch_shape": self.microbatch_shape,
+            "tally_shape": self.tally_shape,
             "dtype": str(self.dtype),
             "pipeline_dtype": str(self.format.wire_dtype),
             "check_headers": self.check_headers,
@@ -213,9 +223,8 @@ class BlockResStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
             return []
-        units = len(self.plan.received)
-        header = torch.empty(Header.length(units), dtype=torch.int64, device=self.device)
-        hop = self.format.receive([self._shape(fwd_chunk_id)] * units, self.device)
+        header = torch.empty(Header.length(len(self.plan.received)), dtype=torch.int64, device=self.device)
+        hop = self._incoming(fwd_chunk_id, self.plan.received)
         self._state.receiving[fwd_chunk_id] = (header, hop)
         return self._links[self.stage_index - 1].receive_operations([header, *hop.messages])
 
@@ -247,9 +256,9 @@ class BlockResStage(PipelineStage):
             return []
         payload, wants = self._state.outgoing.pop(fwd_chunk_id)
         header = self._header(fwd_chunk_id, self.stage_index, self.plan.sent, wants).encode(self.device)
-        messages = self.format.messages(payload)
-        saved = self._saved_bytes(fwd_chunk_id, len(payload))
-        self._traffic = self._traffic.sent_forward(len(payload), messages, header, saved)
+        messages, units = self._messages(self.plan.sent, payload), _in_stream(self.plan.sent)
+        saved = self._saved_bytes(fwd_chunk_id, units)
+        self._traffic = self._traffic.sent_forward(units, messages, header, saved)
         return self._dispatch(self.stage_index + 1, [header, *messages], fwd_chunk_id)
 
     def _take_inputs(self, microbatch: int) -> dict[int, Tensor]:
@@ -287,20 +296,29 @@ class BlockResStage(PipelineStage):
     def _reads_headers(self) -> bool:
         return self.check_headers or self._steps_begun[self.has_backward] <= 1
 
+    def _incoming(self, microbatch: int, units: Sequence[int]) -> Incoming:
+        tally = [self._unit_shape(microbatch, unit) for unit in units if unit == TALLY]
+        return self.format.receive([self._shape(microbatch)] * _in_stream(units), self.device, *tally)
+
+    def _messages(self, units: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        stream = _in_stream(units)
+        return self.format.messages(tensors[:stream], *tensors[stream:])
+
     def _header(self, microbatch: int, stage: int, units: Sequence[int], wants: Sequence[bool]) -> Header:
         return Header(
             step=sum(self._steps_begun.values()),
             microbatch=microbatch,
             sending_stage=stage,
-            sources_in_hop=len(units) - (PARTIAL in units),
+            sources_in_hop=_in_stream(units) - (PARTIAL in units),
             sources_that_exist=self.routing.num_sources(stage + 1),
             has_partial=int(PARTIAL in units),
-            elements=len(units) * math.prod(self._shape(microbatch)),
+            elements=sum(math.prod(self._unit_shape(microbatch, unit)) for unit in units),
             wants_gradient=tuple(wants),
         )
 
-    def _module_inputs(self, leaves: dict[int, Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        return tuple(leaves[source] for source in range(self.plan.sources_in)), leaves.get(PARTIAL)
+    def _module_inputs(self, leaves: dict[int, Tensor]) -> tuple[Any, ...]:
+        tally = [leaves[TALLY]] if TALLY in leaves else []
+        return tuple(leaves[source] for source in range(self.plan.sources_in)), leaves.get(PARTIAL), *tally
 
     def _hand_on(self, microbatch: int, leaves: dict[int, Tensor], output: Any) -> tuple[Tensor, ...]:
         units = self._outputs_by_unit(microbatch, leaves, output)
@@ -318,8 +336,8 @@ class BlockResStage(PipelineStage):
 
     def _outputs_by_unit(self, microbatch: int, leaves: dict[int, Tensor], output: Any) -> dict[int, Tensor]:
         """The stage's outputs by source number; for those that came in, the leaves, past which no gradient goes."""
-        sources, partial = self._check_form(output)
-        came_in = {source: leaf for source, leaf in leaves.items() if source != PARTIAL}
+        sources, partial, tally = self._check_form(output)
+        came_in = {source: leaf for source, leaf in leaves.items() if source not in (PARTIAL, TALLY)}
         for source, leaf in came_in.items():
             if sources[source] is not leaf and sources[source].data_ptr() != leaf.data_ptr():
                 raise ValueError(
@@ -329,17 +347,21 @@ class BlockResStage(PipelineStage):
         units = dict(enumerate(sources)) | came_in
         if partial is not None:
             units[PARTIAL] = partial
+        if tally is not None:
+            units[TALLY] = tally
         for unit, tensor in units.items():
             self._check_tensor(microbatch, unit, tensor)
         return units
 
-    def _check_form(self, output: Any) -> tuple[Sequence[Tensor], Tensor | None]:
-        if not isinstance(output, (tuple, list)) or len(output) != 2 or not isinstance(output[0], (tuple, list)):
+    def _check_form(self, output: Any) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
+        parts = ("sources", "partial", "tally") if self.tally_shape is not None else ("sources", "partial")
+        has_all = isinstance(output, (tuple, list)) and len(output) == len(parts)
+        if not has_all or not isinstance(output[0], (tuple, list)):
             raise TypeError(
                 f"stage {self.stage_index} returned {type(output).__name__}; every stage but the last returns "
-                "(sources, partial), with a tuple of tensors and a tensor or None"
+                f"({', '.join(parts)}), with a tuple of tensors first and a tensor or None as the partial"
             )
-        sources, partial = output
+        sources, partial, *tally = output
         if len(sources) != self.plan.sources_out:
             raise ValueError(
                 f"stage {self.stage_index} returned {len(sources)} sources; after its "
@@ -351,21 +373,23 @@ class BlockResStage(PipelineStage):
                 f"sublayers the block is {'open' if self.plan.partial_out else 'complete'}, so there must be "
                 f"{'one' if self.plan.partial_out else 'none'}"
             )
-        return sources, partial
+        return sources, partial, tally[0] if tally else None
 
     def _check_tensor(self, microbatch: int, unit: int, tensor: Tensor) -> None:
         for what, got, want, advice in (
-            ("shape", tuple(tensor.shape), self._shape(microbatch), self._advice_on_shapes()),
-            ("dtype", tensor.dtype, self.dtype, ""),
+            ("shape", tuple(tensor.shape), self._unit_shape(microbatch, unit), self._advice_on_shapes(unit)),
+            ("dtype", tensor.dtype, self._unit_dtype(unit), ""),
             ("device type", tensor.device.type, self.device.type, ""),
         ):
             if got != want:
-                name = "the partial sum" if unit == PARTIAL else f"source {unit}"
+                name = {PARTIAL: "the partial sum", TALLY: "the tally"}.get(unit, f"source {unit}")
                 raise ValueError(
                     f"stage {self.stage_index} returned {name} with {what} {got}, it was set up for {want}{advice}"
                 )
 
-    def _advice_on_shapes(self) -> str:
+    def _advice_on_shapes(self, unit: int) -> str:
+        if unit == TALLY:
+            return ", its tally_shape"
         if self.step_shapes is None:
             return "; a schedule of build_schedule takes another shape from the batch, set_microbatch_shape sets it"
         return "; where inputs are not [B, T, …], say with shape_of which shape a source has" if self.is_first else ""
@@ -408,9 +432,12 @@ class BlockResStage(PipelineStage):
         if not self.has_backward or self.is_last:
             return []
         wanted = self._state.flights[bwd_chunk_id].wanted
-        hop = self.format.receive([self._shape(bwd_chunk_id)] * len(wanted), self.device)
+        hop = self._incoming(bwd_chunk_id, wanted)
         self._state.receiving_gradients[bwd_chunk_id] = hop
         return self._links[self.stage_index + 1].receive_operations(hop.messages)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        return tuple(self._state.upstream.pop(mb_index).values())
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         self._state.handed_back[mb_index] = next_stage_bwd_outputs
@@ -427,7 +454,7 @@ class BlockResStage(PipelineStage):
             own_gradients = self.bwd_cache.pop(bwd_chunk_id)
             upstream = self._route(bwd_chunk_id, own_gradients)
             if not self.is_first:
-                self.bwd_cache[bwd_chunk_id] = upstream
+                self._state.upstream[bwd_chunk_id] = upstream
             if self.plan.is_first_on_rank:
                 self.cache.check_deposits_collected(bwd_chunk_id)
 
@@ -461,11 +488,11 @@ class BlockResStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
             return []
-        found = self.bwd_cache.pop(bwd_chunk_id)
-        gradients = [self._zero(bwd_chunk_id) if gradient is None else gradient for gradient in found]
-        messages = self.format.messages(gradients)
-        saved = self._saved_bytes(bwd_chunk_id, len(gradients))
-        self._traffic = self._traffic.sent_backward(len(gradients), messages, saved)
+        found = self._state.upstream.pop(bwd_chunk_id)
+        gradients = [self._zero(bwd_chunk_id, u) if gradient is None else gradient for u, gradient in found.items()]
+        messages, units = self._messages(tuple(found), gradients), _in_stream(found)
+        saved = self._saved_bytes(bwd_chunk_id, units)
+        self._traffic = self._traffic.sent_backward(units, messages, saved)
         return self._dispatch(self.stage_index - 1, messages)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -481,8 +508,8 @@ class BlockResStage(PipelineStage):
         for unit in flight.root_gradients:
             deposited = self._collect(bwd_chunk_id, unit) if unit in self.plan.kept_produced else None
             total = add_gradients(flight.returned.pop(unit, None), deposited)
-            flight.root_gradients[unit] = None if total is None else total.to(self.dtype)
-        return (torch.ones((), dtype=self.dtype, device=self.device),) if flight.root_gradients else ()
+            flight.root_gradients[unit] = None if total is None else total.to(self._unit_dtype(unit))
+        return (torch.ones((), device=self.device),) if flight.root_gradients else ()
 
     def _take_gradients(self, microbatch: int) -> Sequence[Tensor | None]:
         if self.plan.next_is_local:
@@ -492,7 +519,7 @@ class BlockResStage(PipelineStage):
             self._outbox.arrived(microbatch)
         return hop.tensors()
 
-    def _route(self, microbatch: int, own_gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def _route(self, microbatch: int, own_gradients: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
         """Deposit the gradients of cached sources; return those of the tensors that came in."""
         flight = self._state.flights.pop(microbatch)
         gradients = {
@@ -506,13 +533,22 @@ class BlockResStage(PipelineStage):
         for source in self.plan.kept_received:
             if source in gradients:
                 gradients[source] = add_gradients(gradients[source], self._collect(microbatch, source))
-        return tuple(gradients[unit] for unit in self.plan.received if unit in gradients)
+        return {unit: gradients[unit] for unit in self.plan.received if unit in gradients}
 
     def _collect(self, microbatch: int, source: int) -> Tensor | None:
         return self.cache.collect(microbatch, source, expected=self.plan.deposits[source])
 
-    def _zero(self, microbatch: int) -> Tensor:
-        return torch.zeros(self._shape(microbatch), dtype=self.format.wire_dtype, device=self.device)
+    def _zero(self, microbatch: int, unit: int) -> Tensor:
+        return torch.zeros(self._unit_shape(microbatch, unit), dtype=self._unit_dtype(unit), device=self.device)
+
+    def _unit_shape(self, microbatch: int, unit: int) -> Shape:
+        if unit != TALLY:
+            return self._shape(microbatch)
+        assert self.tally_shape is not None
+        return self.tally_shape
+
+    def _unit_dtype(self, unit: int) -> torch.dtype:
+        return TALLY_DTYPE if unit == TALLY else self.dtype
 
     def _shape(self, microbatch: int) -> Shape:
         return self.microbatch_shape if self.step_shapes is None else self.step_shapes.by_microbatch[microbatch]
@@ -574,6 +610,7 @@ class _StepState:
     flights: dict[int, _Flight] = field(default_factory=dict)
     receiving_gradients: dict[int, Incoming] = field(default_factory=dict)
     handed_back: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    upstream: dict[int, dict[int, Tensor | None]] = field(default_factory=dict)
 
 
 class _Root(torch.autograd.Function):
@@ -585,11 +622,16 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: dict[int, Tensor | None], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return outputs[0].new_zeros(())
+        return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.gradients.values())
+
+
+def _in_stream(units: Collection[int]) -> int:
+    """How many of some units are tensors of the residual stream."""
+    return len(units) - (TALLY in units)
 
 
 def _tensors(output: Any) -> tuple[Tensor, ...]:

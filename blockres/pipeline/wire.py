@@ -1,7 +1,8 @@
 """What travels between pipeline ranks: payloads in one dtype, a header with each forward hop, a start-up agreement.
 
 A forward hop is one int64 header and the state of the residual stream: sources in order, then the partial sum. Every
-floating tensor on the wire has the wire dtype, in both directions, whatever the dtype of the tensor or of its gradient.
+tensor of the stream has the wire dtype there, in both directions, whatever the dtype of the tensor or of its gradient.
+A tally, where the stages keep one, comes last and is float32 both ways: it is small, and it counts.
 Where that means a cast, all tensors of a hop travel in one contiguous buffer; where it does not, each travels as it is
 and nothing is copied. Both ends know the format from their settings alone, and agree on those before the first send.
 Nothing on the wire is ever unpickled.
@@ -20,10 +21,12 @@ from blockres.functional import pack, unpack
 
 Shape = Sequence[int]
 
+TALLY_DTYPE = torch.float32
+
 
 @dataclass(frozen=True)
 class HopFormat:
-    """How tensors travel: the dtype that they have in the stages and the one that they have on the wire."""
+    """How the stream travels: the dtype that its tensors have in the stages and the one that they have on the wire."""
 
     dtype: torch.dtype
     wire_dtype: torch.dtype
@@ -32,31 +35,36 @@ class HopFormat:
     def packed(self) -> bool:
         return self.dtype != self.wire_dtype
 
-    def messages(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def messages(self, tensors: Sequence[Tensor], *tally: Tensor) -> list[Tensor]:
         """What to send for some tensors of any floating dtypes: contiguous, in the wire dtype, copied only to be so."""
+        uncast = [tensor.to(TALLY_DTYPE).contiguous() for tensor in tally]
         if self.packed and tensors:
-            return [pack(tensors, self.wire_dtype)]
-        return [tensor.to(self.wire_dtype).contiguous() for tensor in tensors]
+            return [pack(tensors, self.wire_dtype), *uncast]
+        return [*(tensor.to(self.wire_dtype).contiguous() for tensor in tensors), *uncast]
 
-    def receive(self, shapes: Sequence[Shape], device: torch.device) -> "Incoming":
-        """Buffers for what `messages` makes of tensors of these shapes, allocated now."""
-        return Incoming(self, shapes, device)
+    def receive(self, shapes: Sequence[Shape], device: torch.device, *tally: Shape) -> "Incoming":
+        """Buffers for what `messages` makes of tensors of these shapes, and of a tally of that one, allocated now."""
+        return Incoming(self, shapes, device, tally)
 
 
 class Incoming:
     """The receive buffers of one hop."""
 
-    def __init__(self, format_: HopFormat, shapes: Sequence[Shape], device: torch.device) -> None:
+    def __init__(
+        self, format_: HopFormat, shapes: Sequence[Shape], device: torch.device, tally: Sequence[Shape] = ()
+    ) -> None:
         self._format, self._shapes = format_, shapes
         sizes: list[Shape] = list(shapes)
         if format_.packed and shapes:
             sizes = [(sum(torch.Size(shape).numel() for shape in shapes),)]
         self.messages = [torch.empty(size, dtype=format_.wire_dtype, device=device) for size in sizes]
+        self.messages += [torch.empty(shape, dtype=TALLY_DTYPE, device=device) for shape in tally]
 
     def tensors(self) -> list[Tensor]:
         """The tensors that came in, in the dtype that they have in the stages."""
         if self._format.packed and self._shapes:
-            return unpack(self.messages[0], self._shapes, [self._format.dtype] * len(self._shapes))
+            packed, *tally = self.messages
+            return [*unpack(packed, self._shapes, [self._format.dtype] * len(self._shapes)), *tally]
         return self.messages
 
 
@@ -170,8 +178,8 @@ class Traffic:
     """What a stage has sent since it was built or since `reset_traffic`.
 
     Forward goes to the next stage, backward to the one before. A unit is one tensor `[B, T, D]`; bytes are those of the
-    payload, headers are counted apart, and so are the bytes of payload that were not sent since microbatches had been
-    cut to their longest row (`variable_seq_lengths`).
+    payload, a tally's included; headers are counted apart, and so are the bytes of payload that were not sent since
+    microbatches had been cut to their longest row (`variable_seq_lengths`).
     """
 
     forward_hops: int = 0

@@ -14,6 +14,7 @@ from blockres.modules import BlockAttnRes
 from blockres.pipeline import BlockCache, BlockResStage, BlockRouting, Traffic, build_schedule, schedule_placement
 
 VOCABULARY = 11
+TALLY_SHAPE = (2,)
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,12 @@ class ToyPart(nn.Module):
         frozen_below: int = 0,
         autocast: torch.dtype | None = None,
         causal: bool = False,
+        tally: bool = False,
     ) -> None:
         super().__init__()
         total, dim = sum(case.sublayers_per_stage), case.shape[-1]
         self.views, self.strided, self.autocast, self.causal = views, strided, autocast, causal
+        self.tally = tally
         self.embedding = nn.Embedding(VOCABULARY, dim) if first else None
         self.sublayers = nn.ModuleDict({str(l): nn.Linear(dim, dim) for l in range(start, stop)})
         self.residual = BlockAttnRes(dim, total, case.sublayers_per_block, start=start, stop=stop, final=last)
@@ -91,13 +94,25 @@ class ToyPart(nn.Module):
             parameter.requires_grad_(_depth(name) >= frozen_below)
 
     def forward(
-        self, inputs: Tensor | Sequence[Tensor], partial: Tensor | None = None, *, shift: Tensor | None = None
+        self,
+        inputs: Tensor | Sequence[Tensor],
+        partial: Tensor | None = None,
+        tally: Tensor | None = None,
+        *,
+        shift: Tensor | None = None,
     ) -> Any:
         """`shift` [B, T] is added to what each sublayer reads."""
         with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
-            return self._run(inputs, partial, shift)
+            return self._run(inputs, partial, tally, shift)
 
-    def _run(self, inputs: Tensor | Sequence[Tensor], partial: Tensor | None, shift: Tensor | None) -> Any:
+    def _run(
+        self,
+        inputs: Tensor | Sequence[Tensor],
+        partial: Tensor | None,
+        tally: Tensor | None,
+        shift: Tensor | None,
+    ) -> Any:
+        sums = torch.zeros(TALLY_SHAPE) if tally is None else tally
         if self.embedding is not None:
             stream = self.residual.stream(self.embedding(inputs))
         else:
@@ -105,12 +120,16 @@ class ToyPart(nn.Module):
         for sublayer in self.sublayers.values():
             h = stream.read() if shift is None else stream.read() + shift[..., None]
             stream.write(torch.tanh(sublayer(h.cumsum(1) if self.causal else h)))
+            if self.tally:
+                sums = sums + torch.stack([h.mean(), h.square().mean()]).float()
         if self.head is not None:
-            return self.head(stream.read())
+            logits = self.head(stream.read())
+            return (logits, sums[None]) if self.tally else logits
         sources, partial = stream.state()
         came_in = 0 if self.embedding is not None else len(inputs)
         new = [self._disguise(source) for source in sources[came_in:]]
-        return (*sources[:came_in], *new), None if partial is None else self._disguise(partial)
+        state = (*sources[:came_in], *new), None if partial is None else self._disguise(partial)
+        return (*state, sums) if self.tally else state
 
     def _disguise(self, tensor: Tensor) -> Tensor:
         """The same values as a view, or with strides that are not contiguous."""
@@ -127,7 +146,11 @@ def _depth(name: str) -> int:
     return 1 + int(digits[0]) if digits else 10_000
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+def loss_fn(output: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Cross-entropy; with a tally, plus a product of what all layers have added to it."""
+    if isinstance(output, tuple):
+        logits, sums = output
+        return loss_fn(logits, target) + sums.prod()
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -214,6 +237,7 @@ def build(
             dtype=case.dtype,
             pipeline_dtype=case.pipeline_dtype,
             group=group,
+            tally_shape=TALLY_SHAPE if case.model.get("tally") else None,
             **options,
         )
         for index in routing.stages_of(rank)

@@ -4,6 +4,7 @@ Some of these members are private to PyTorch, so another version may have moved 
 what is missing, where a run would hang or train on wrong gradients.
 """
 
+import dis
 import inspect
 import logging
 from collections.abc import Iterator
@@ -88,10 +89,11 @@ def check_engine(stage_class: type = PipelineStage, schedule_class: type = Sched
 def _assigned_by_constructors(owner: type) -> set[str]:
     constructors = [vars(base).get("__init__") for base in owner.__mro__]
     return {
-        name
+        instruction.argval
         for constructor in constructors
         if inspect.isfunction(constructor)
-        for name in constructor.__code__.co_names
+        for instruction in dis.get_instructions(constructor)
+        if instruction.opname == "STORE_ATTR"
     }
 
 

@@ -160,8 +160,7 @@ def open_process_group(launch: Launch, device: torch.device, timeout: float) -> 
     )
 
 
-def share_cores(launch: Launch, num_threads: int | None) -> int:
-    """Give this process its part of the machine's cores, or `num_threads`; returns how many it has."""
+def share_cores(launch: Launch, num_threads: int | None) -> None:
+    """Give this process its part of the machine's cores, or `num_threads`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(num_threads or max(1, cores // launch.local_world_size))
-    return torch.get_num_threads()

@@ -83,6 +83,8 @@ def run_checks(world_size: int, checks: list[Check], timeout: float = 120) -> di
                 failures[name].append(f"rank {rank} failed here: {outcome.error or 'it did not come to an end'}")
             elif position > len(outcome.values):
                 failures[name].append(f"rank {rank} did not get here")
+        if len(outcome.values) == len(names) and outcome.exit_code != 0:
+            failures[names[-1][1]].append(f"after the last check, rank {rank} ended with exit code {outcome.exit_code}")
     return failures
 
 

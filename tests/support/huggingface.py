@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 VOCABULARY = 97
 _SIZES: dict[str, Any] = {
@@ -66,26 +65,3 @@ def disturb(module: nn.Module, scale: float = 0.3) -> None:
 
 def tokens(batch: int, length: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), device=device)
-
-
-class SavedBytes(saved_tensors_hooks):
-    """Counts the bytes of the storages that autograd keeps while it is active, each storage once, parameters aside."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.storages: dict[int, int] = {}
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        super().__init__(self._note, lambda kept: kept)
-
-    def _note(self, saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            self.storages[storage.data_ptr()] = storage.nbytes()
-        return saved
-
-    def __enter__(self) -> "SavedBytes":
-        super().__enter__()
-        return self
-
-    @property
-    def total(self) -> int:
-        return sum(self.storages.values())

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -10,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.distributed import Check, run_checks
+from tests.support.distributed import Check
 from tests.support.pipeline import Case, Pipeline, batch_of, build, largest_error, reference
 
 LOOP = Case("Interleaved1F1B", 2, (2, 3, 1, 2), 2, 4)
@@ -77,11 +76,5 @@ CHECKS: dict[int, list[Check]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, list[str]]:
-    return {name: found for size, checks in CHECKS.items() for name, found in run_checks(size, checks).items()}
-
-
-@pytest.mark.parametrize("name", [check.__name__ for checks in CHECKS.values() for check in checks])
-def test_in_real_processes(name: str, failures: dict[str, list[str]]) -> None:
-    assert not failures[name], "\n".join(failures[name])
+def test_in_real_processes(check_name: str, failures: dict[str, list[str]]) -> None:
+    assert not failures[check_name], "\n".join(failures[check_name])

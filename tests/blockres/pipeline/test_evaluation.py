@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blockres.pipeline import evaluate
-from tests.support.distributed import Check, run_checks
+from tests.support.distributed import Check
 from tests.support.pipeline import Case, Pipeline, batch_of, build, largest_error, loss_fn, reference, whole_model
 
 SCHEDULES = {
@@ -113,11 +113,5 @@ CHECKS: dict[int, list[Check]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, list[str]]:
-    return {name: found for size, checks in CHECKS.items() for name, found in run_checks(size, checks).items()}
-
-
-@pytest.mark.parametrize("name", [check.__name__ for checks in CHECKS.values() for check in checks])
-def test_in_real_processes(name: str, failures: dict[str, list[str]]) -> None:
-    assert not failures[name], "\n".join(failures[name])
+def test_in_real_processes(check_name: str, failures: dict[str, list[str]]) -> None:
+    assert not failures[check_name], "\n".join(failures[check_name])

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from blockres.pipeline import SCHEDULES, BlockCache, BlockResStage, BlockRouting, build_schedule
 from blockres.pipeline.engine import METHODS, SCHEDULE_METHODS, check_engine
 from blockres.pipeline.wire import Header
-from tests.support.distributed import Check, Outcome, run_checks, run_ranks
+from tests.support.distributed import Check, Outcome, run_ranks
 from tests.support.pipeline import Case, Pipeline, build, largest_error, loss_fn, reference, sent_messages
 
 LOOP = Case("Interleaved1F1B", 2, (2, 3, 1, 2), 2, 4)
@@ -349,14 +349,8 @@ CHECKS: dict[int, list[Check]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, list[str]]:
-    return {name: found for size, checks in CHECKS.items() for name, found in run_checks(size, checks).items()}
-
-
-@pytest.mark.parametrize("name", [check.__name__ for checks in CHECKS.values() for check in checks])
-def test_in_real_processes(name: str, failures: dict[str, list[str]]) -> None:
-    assert not failures[name], "\n".join(failures[name])
+def test_in_real_processes(check_name: str, failures: dict[str, list[str]]) -> None:
+    assert not failures[check_name], "\n".join(failures[check_name])
 
 
 def test_the_engine_has_what_is_overridden() -> None:
@@ -382,3 +376,12 @@ def test_another_engine_is_refused_with_what_is_missing() -> None:
     assert "Changed.backward_one_chunk takes ('chunk',), expected ('bwd_chunk_id', 'loss'" in str(caught.value)
     with pytest.raises(ImportError, match=r"object\._step_microbatches is missing.* object has no _internal_losses"):
         check_engine(schedule_class=object)
+
+
+def test_what_a_constructor_merely_reads_is_missing() -> None:
+    class Reads:
+        def __init__(self) -> None:
+            print(self.output_chunks)  # type: ignore[attr-defined]
+
+    with pytest.raises(ImportError, match="Reads has no output_chunks"):
+        check_engine(Reads)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blockres.pipeline import Traffic, build_schedule
-from tests.support.distributed import Check, errors_of_all_ranks, run_checks, run_ranks
+from tests.support.distributed import Check, errors_of_all_ranks, run_ranks
 from tests.support.pipeline import VOCABULARY, Case, Pipeline, batch_of, build, largest_error, reference, whole_model
 
 LOOP = Case("Interleaved1F1B", 2, (2, 3, 1, 2), 2, 4)
@@ -412,11 +412,5 @@ CHECKS: dict[int, list[Check]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, list[str]]:
-    return {name: found for size, checks in CHECKS.items() for name, found in run_checks(size, checks).items()}
-
-
-@pytest.mark.parametrize("name", [check.__name__ for checks in CHECKS.values() for check in checks])
-def test_in_real_processes(name: str, failures: dict[str, list[str]]) -> None:
-    assert not failures[name], "\n".join(failures[name])
+def test_in_real_processes(check_name: str, failures: dict[str, list[str]]) -> None:
+    assert not failures[check_name], "\n".join(failures[check_name])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blockres.pipeline.wire import Header, HopFormat, agree
-from tests.support.distributed import Check, errors_of_all_ranks, run_checks
+from tests.support.distributed import Check, errors_of_all_ranks
 from tests.support.pipeline import Case, Pipeline, Sent, build, largest_error, reference, sent_messages
 
 LOOP = Case("Interleaved1F1B", 2, (2, 3, 1, 2), 2, 4)
@@ -328,14 +328,8 @@ CHECKS: dict[int, list[Check]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, list[str]]:
-    return {name: found for size, checks in CHECKS.items() for name, found in run_checks(size, checks).items()}
-
-
-@pytest.mark.parametrize("name", [check.__name__ for checks in CHECKS.values() for check in checks])
-def test_in_real_processes(name: str, failures: dict[str, list[str]]) -> None:
-    assert not failures[name], "\n".join(failures[name])
+def test_in_real_processes(check_name: str, failures: dict[str, list[str]]) -> None:
+    assert not failures[check_name], "\n".join(failures[check_name])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

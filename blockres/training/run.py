@@ -34,8 +34,11 @@ class TrainingStopped(Exception):
 class Interrupted(Exception):
     """Raised on all ranks after the same step, which is saved: a signal has asked for the end."""
 
-    def __init__(self, received: signal.Signals, saved: Path) -> None:
-        super().__init__(f"{received.name}: the run is saved in {saved}, --resume goes on from there")
+    def __init__(self, received: signal.Signals, saved: Path, steps_left: int) -> None:
+        what_is_left = (
+            "--resume goes on from there" if steps_left else "all steps are done, but the last evaluation is not"
+        )
+        super().__init__(f"{received.name}: the run is saved in {saved}, {what_is_left}")
         self.exit_code = 128 + received
 
 
@@ -113,7 +116,7 @@ class Run:
                 saved = self.saver.save(self.step, self.trainer.state_to_save())
                 if report.stop is not None:
                     self.journal.close()
-                    raise Interrupted(report.stop, saved)
+                    raise Interrupted(report.stop, saved, flags.steps - self.step)
 
     def _train_step(self) -> StepReport:
         begin = time.perf_counter()

@@ -98,12 +98,13 @@ def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(uninterrupted, tm
     assert losses(metrics(out)) == losses(metrics(uninterrupted))
 
 
-def test_ctrl_c_has_its_own_exit_code(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("steps", "what_is_left"), [(5, "--resume goes on from there"), (4, "all steps are done")])
+def test_ctrl_c_has_its_own_exit_code(steps, what_is_left, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", Trainer.train_step)
     before = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background
     send_itself(signal.SIGINT)
-    assert exit_code(tmp_path, "--steps", "5") == 130
-    assert f"SIGINT: the run is saved in {tmp_path / 'step-000004'}" in capsys.readouterr().err
+    assert exit_code(tmp_path, "--steps", str(steps)) == 130
+    assert f"SIGINT: the run is saved in {tmp_path / 'step-000004'}, {what_is_left}" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) == before
 
 

@@ -286,7 +286,7 @@ def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[tor
 
 
 def _implementation(tensor: Tensor):
-    return ops.kernels() if tensor.is_cuda else cpu
+    return ops.kernels() if tensor.is_cuda else ops.cpu
 
 
 def _inter_arguments(

@@ -5,8 +5,8 @@
     --seconds                how long each case is timed
     --device                 cuda where there is one
 
-A result that is wrong fails, with the error, and is not timed; so is what is missing here: both are listed at the end
-and stored in the JSON (`not_timed`).
+A result that is wrong fails, with the error, and is not timed; nor is what is missing here: both are listed at the end
+and stored in the JSON (`not_timed`). A table of all times comes last.
 """
 
 import functools
@@ -17,7 +17,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench import environment
+from bench import environment, times
 from bench.cases import DIRECTIONS, DTYPES, OPERATIONS, Shape
 from bench.implementations import REGISTRY, Implementation, Missing, find
 from bench.streams import StackShape
@@ -37,6 +37,7 @@ STACKS = {"cpu": ["16x4x512x512"], "cuda": ["128x16x4096x4096"]}
 COMPILED_QUICKLY = ("attn_res",)
 """Compiling takes half a minute a case on two cores; without --long, `compiled` is timed in these operations only."""
 
+TIMED = pytest.StashKey[list[times.Row]]()
 NOT_TIMED = pytest.StashKey[dict[str, str]]()
 
 
@@ -129,8 +130,9 @@ _find = functools.cache(find)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[TIMED] = []
     config.stash[NOT_TIMED] = {}
-    config.option.benchmark_columns = ["median", "iqr", "rounds"]
+    config.option.benchmark_quiet = True  # one table for all cases comes instead of one for each
 
 
 @pytest.fixture
@@ -197,6 +199,7 @@ def timed(request: pytest.FixtureRequest, benchmark: BenchmarkFixture, device: s
             extra,
             device=device,
             bytes=nbytes,
+            median=timing.median,
             gb_per_s=timing.bandwidth(nbytes) / 1e9,
             copy_gb_per_s=timing.copy_bandwidth / 1e9,
             fraction_of_copy=1 / timing.times_copy(nbytes),
@@ -204,6 +207,7 @@ def timed(request: pytest.FixtureRequest, benchmark: BenchmarkFixture, device: s
             copy_spread=spread(timing.copies),
             **timing.extra,
         )
+        request.config.stash[TIMED].append(benchmark.extra_info)
         benchmark.pedantic(lambda: None, rounds=len(timing.seconds))
         return timing
 
@@ -224,5 +228,8 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if config.stash[TIMED]:
+        terminalreporter.write_line(f"\n{environment.summary(environment.describe())}\n")
+        terminalreporter.write_line(f"{times.table(config.stash[TIMED])}\n")
     for name, reason in config.stash[NOT_TIMED].items():
         terminalreporter.write_line(f"not timed: {name}: {reason}")

@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,8 +78,8 @@ class Contender:
         return (held + grown.growth) / needed
 
 
-def measure(names: Sequence[str], tokens: int, dtype_name: str, rounds: int) -> list[dict[str, Any]]:
-    """One row for each implementation, all of them in turn with the copy."""
+def measure(names: Sequence[str], tokens: int, dtype_name: str, rounds: int, allocator: str) -> list[dict[str, Any]]:
+    """One row for each implementation, all of them in turn with the copy. `allocator` is how this process runs."""
     shape, dtype = Shape(SOURCES, tokens, DIM), DTYPES[dtype_name]
     contenders = [Contender(name, shape, dtype) for name in names]
     for contender in contenders:
@@ -91,7 +92,7 @@ def measure(names: Sequence[str], tokens: int, dtype_name: str, rounds: int) -> 
             contender.time()
         copies.append(_timed_copy(source))
     peaks = {contender.name: contender.peak(shape, dtype) for contender in contenders}
-    return [_row(c, statistics.median(copies), peaks[c.name], tokens, dtype_name) for c in contenders]
+    return [_row(c, statistics.median(copies), peaks[c.name], tokens, dtype_name, allocator) for c in contenders]
 
 
 def _timed_copy(source: Tensor) -> float:
@@ -103,13 +104,14 @@ def _timed_copy(source: Tensor) -> float:
     return stop - start
 
 
-def _row(contender: Contender, copy: float, peak: float, tokens: int, dtype: str) -> dict[str, Any]:
+def _row(contender: Contender, copy: float, peak: float, tokens: int, dtype: str, allocator: str) -> dict[str, Any]:
     both = [forward + backward for forward, backward in zip(contender.forward, contender.backward, strict=True)]
     return {
         "implementation": contender.name,
         "dtype": dtype,
         "tokens": tokens,
         "threads": torch.get_num_threads(),
+        "allocator": allocator,
         "ms forward": statistics.median(contender.forward) * 1e3,
         "ms backward": statistics.median(contender.backward) * 1e3,
         "ms": statistics.median(both) * 1e3,
@@ -124,6 +126,7 @@ def _row(contender: Contender, copy: float, peak: float, tokens: int, dtype: str
 def table(rows: Sequence[dict[str, Any]]) -> str:
     header = (
         "",
+        "allocator",
         "ms forward",
         "backward",
         "both",
@@ -134,15 +137,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "peak",
         "first call s",
     )
-    by_case = {(r["implementation"], r["dtype"], r["tokens"], r["threads"]): r["ms"] for r in rows}
+    by_case = {(r["implementation"], r["allocator"], r["dtype"], r["tokens"], r["threads"]): r["ms"] for r in rows}
     lines = []
     for r in rows:
-        case = (r["dtype"], r["tokens"])
+        case = (r["allocator"], r["dtype"], r["tokens"])
         eager = by_case.get(("eager", *case, r["threads"]))
         single = by_case.get((r["implementation"], *case, 1))
         lines.append(
             (
                 f"{r['dtype']} T {r['tokens']} threads {r['threads']} {r['implementation']}",
+                r["allocator"],
                 *(number(r[key]) for key in ("ms forward", "ms backward", "ms", "copies")),
                 number(eager and eager / r["ms"]),
                 number(single / r["ms"] if single and r["threads"] > 1 else None),
@@ -170,18 +174,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     rows = [row for threads in options.threads or (1, 2) for row in _in_a_process(options, threads)]
     print(environment.summary(environment.describe()) + f"; allocator: glibc, {options.allocator}\n\n{table(rows)}")
-    environment.save(options.json, "cpu", [row | {"allocator": options.allocator} for row in rows])
+    environment.save(options.json, "cpu", rows)
 
 
 def _in_a_process(options: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
-    """The rows for a number of threads: what is compiled for one number does not serve another."""
+    """The rows for a number of threads: what is compiled for one number does not serve another.
+
+    Nor does what was compiled before: the first call shows what compiling takes.
+    """
     command = [sys.executable, "-m", "bench.cpu", "--worker", f"--rounds={options.rounds}"]
+    command.append(f"--allocator={options.allocator}")
     for flag in ("implementation", "tokens", "dtype"):
         command += [f"--{flag}={value}" for value in getattr(options, flag) or ()]
     variables = {"OMP_NUM_THREADS": str(threads)}
     if options.allocator == "keep":
         variables["GLIBC_TUNABLES"] = environment.KEEP_MEMORY
-    run = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        variables["TORCHINDUCTOR_CACHE_DIR"] = folder
+        run = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout)
 
 
@@ -190,7 +200,7 @@ def _work(options: argparse.Namespace) -> list[dict[str, Any]]:
     for dtype in options.dtype or ("float32", "bfloat16"):
         for tokens in options.tokens or (1024, 8192):
             print(f"threads {torch.get_num_threads()}, {dtype}, {tokens} tokens", file=sys.stderr, flush=True)
-            rows += measure(options.implementation or NAMES, tokens, dtype, options.rounds)
+            rows += measure(options.implementation or NAMES, tokens, dtype, options.rounds, options.allocator)
     return rows
 
 

@@ -1,5 +1,5 @@
-"""One training step of a small Llama, three ways: its standard residual, Attention Residuals by the formula in eager
-PyTorch, and blockres. Peak memory counted at the allocator, tokens per second side by side in one run.
+"""One training step of a small Llama with its standard residual, Attention Residuals by the formula in eager
+PyTorch, and those of blockres. Peak memory counted at the allocator, tokens per second side by side in one run.
 
     python -m bench.huggingface                     # about two minutes on two cores
     python -m bench.huggingface --layers 4 --dim 128 --tokens 256 --rounds 3
@@ -16,8 +16,10 @@ programs on the machine change little.
 import argparse
 import gc
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +28,14 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench import environment
+from bench.cases import DTYPES
+from bench.tables import markdown
+from bench.timing import spread
 from blockres.models import apply_attn_res
 from blockres.modules import BlockAttnRes
+
+STANDARD = "standard"
+MODELS = ("eager formula", "blockres", "blockres, recompute")
 
 
 class FormulaStream:
@@ -60,7 +68,7 @@ class FormulaResidual(BlockAttnRes):
 
 
 def models(options: argparse.Namespace) -> dict[str, nn.Module]:
-    """The three, with equal weights wherever they have the same."""
+    """By name, with equal weights wherever they have the same."""
     config = transformers.LlamaConfig(
         vocab_size=options.vocabulary,
         hidden_size=options.dim,
@@ -72,10 +80,10 @@ def models(options: argparse.Namespace) -> dict[str, nn.Module]:
         pad_token_id=0,
     )
     found = {}
-    for name in ("standard", "eager formula", "blockres", "blockres, recompute"):
+    for name in (STANDARD, *(options.model or MODELS)):
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=options.dtype).train()
-        if name != "standard":
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[options.dtype]).train()
+        if name != STANDARD:
             apply_attn_res(model, options.sublayers_per_block, recompute="recompute" in name)
             with torch.no_grad():
                 for aggregation in model.model.attn_res.aggregations.values():
@@ -111,7 +119,8 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = models(options)
     losses = {name: float(step(model, ids)) for name, model in found.items()}
     clock, processor = ({name: [] for name in found} for _ in range(2))
-    for _ in range(options.rounds):
+    for done in range(options.rounds):
+        print(f"round {done + 1} of {options.rounds}", file=sys.stderr, flush=True)
         for name, model in found.items():
             began, worked = time.perf_counter(), time.process_time()
             step(model, ids)
@@ -120,14 +129,13 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, model in found.items():
         model.zero_grad(set_to_none=True)
-        low, middle, high = statistics.quantiles(clock[name], n=4)
         rows.append(
             {
                 "model": name,
                 "loss": losses[name],
                 "peak MiB": peak_bytes(lambda model=model: step(model, ids)) / 2**20,
-                "tokens/s": ids.numel() / middle,
-                "spread": (high - low) / middle,
+                "tokens/s": ids.numel() / statistics.median(clock[name]),
+                "spread": spread(clock[name]),
                 "tokens per processor second": ids.numel() / statistics.median(processor[name]),
             }
         )
@@ -135,7 +143,19 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Each figure, and beside it how many times that of the standard residual it is."""
+    columns = ("peak MiB", "tokens/s", "tokens per processor second")
+    header = ("model", "loss", *(name for column in columns for name in (column, "× standard")), "spread")
+    first = rows[0]
+    lines = []
+    for row in rows:
+        figures = [cell for c in columns for cell in (f"{row[c]:.0f}", f"{row[c] / first[c]:.2f}")]
+        lines.append((row["model"], f"{row['loss']:.4f}", *figures, f"{row['spread']:.0%}"))
+    return markdown(header, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dim", type=int, default=256)
@@ -143,22 +163,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--sublayers-per-block", type=int, default=6)
+    parser.add_argument("--model", action="append", choices=MODELS, help="beside the standard one; may be given again")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each model, in turns")
-    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32, metavar="NAME")
-    options = parser.parse_args()
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--json", type=Path, help="write the table there, for bench.report")
+    options = parser.parse_args(arguments)
     rows = measured(options)
-    first = rows[0]
-    print(environment.summary(environment.describe()))
-    print(
+    case = (
         f"Llama, {options.layers} layers of {options.dim}, {options.batch} × {options.tokens} tokens, {options.dtype}, "
+        f"{options.sublayers_per_block} sublayers per block, {torch.get_num_threads()} threads"
     )
-    print(f"{options.sublayers_per_block} sublayers per block, {torch.get_num_threads()} threads\n")
-    columns = ("peak MiB", "tokens/s", "tokens per processor second")
-    print("| model | loss | " + " | ".join(f"{column} | × standard" for column in columns) + " | spread |")
-    print("|---" * 9 + "|")
-    for row in rows:
-        cells = [f"{row[column]:.0f} | {row[column] / first[column]:.2f}" for column in columns]
-        print(f"| {row['model']} | {row['loss']:.4f} | {' | '.join(cells)} | {row['spread']:.0%} |")
+    print(f"{environment.summary(environment.describe())}\n{case}\n\n{table(rows)}")
+    environment.save(options.json, "huggingface", [row | {"case": case} for row in rows])
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@
     python -m bench.pipeline simulate     # time per step over P, up to K3's size
 
 Measured are the standard residual, Block AttnRes without the block cache and with it; P = 2 and 4 ranks, V = 1, 2 and
-4 stages on each, the wire in float32 and bfloat16. `busy` is the share of the step in which a rank runs its stages:
-one minus it is the bubble, with everything else that is not computing. Ranks beyond the machine's cores share them.
+4 stages on each, the wire in float32 and bfloat16. `bubble` is the share of the step in which a rank runs none of its
+stages: it waits, sends, or steps the optimizer. Ranks beyond the machine's cores share them.
 
-`bench.simulation` says what the simulation models. Stages that sleep leave the cores free, so the check is fair for
-any P.
+`bench.simulation` says what the simulation models; its tables state the link that it assumes, and the seconds of one
+sublayer's forward. Stages that sleep leave the cores free, so the check is fair for any P.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from bench import environment
 from bench.memory import peak_growth
 from bench.simulation import Link, simulate
 from bench.tables import markdown, number
+from bench.timing import spread
 from blockres.models.gpt import GPT, GPTConfig, Residual
 from blockres.pipeline import BlockCache, BlockResStage, BlockRouting, build_schedule, split_sublayers
 from blockres.training.config import DataFlags, Dtype, ParallelFlags, RunFlags, TrainConfig
@@ -114,7 +115,8 @@ def run_case(case: Case) -> dict[str, Any]:
         "part": "measured",
         "tokens/s": tokens / statistics.median(seconds),
         "ms": statistics.median(seconds) * 1e3,
-        "busy": sum(shares) / len(shares),
+        "spread": spread(seconds),
+        "bubble": 1 - sum(shares) / len(shares),
         "KiB per hop": traffic.forward_bytes / hops / 1024,
         "units per hop": traffic.forward_units / hops,
         "peak MiB": max(_gathered(peak.growth / 2**20)),
@@ -176,7 +178,7 @@ class SleepingPart(nn.Module):
 
 @dataclass(frozen=True)
 class SleepCase:
-    """One real run of sleeping stages, to hold the simulation against."""
+    """One real run of sleeping stages, to hold the simulation against. A sublayer sleeps so many seconds."""
 
     cache: bool
     pp_size: int
@@ -184,8 +186,8 @@ class SleepCase:
     microbatches: int = 8
     sublayers: int = 16
     per_block: int = 2
-    forward: float = 0.004
-    backward: float = 0.008
+    forward: float = 0.010
+    backward: float = 0.020
     shape: tuple[int, int, int] = (1, 256, 256)
     steps: int = 4
 
@@ -236,6 +238,7 @@ def run_sleep_case(case: SleepCase) -> dict[str, Any]:
         "V": case.virtual,
         "link MB/s": link.bandwidth / 1e6,
         "ms real": real * 1e3,
+        "spread": spread(seconds[1:]),
         "ms simulated": simulated.seconds * 1e3,
         "real / simulated": real / simulated.seconds,
     }
@@ -342,6 +345,8 @@ def simulated_rows(networks: Sequence[Network], sizes: Sequence[int], virtual: i
                     "efficiency": single / pp_size / outcome.seconds,
                     "bubble": outcome.bubble,
                     "largest hop": max(routing.hop_units(), default=0),
+                    "ms per sublayer": network.seconds * 1e3,
+                    "link GB/s": network.link.bandwidth / 1e9,
                 }
 
 
@@ -371,7 +376,10 @@ def _work(part: str, request: Path, answer: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []
-    for values in json.loads(request.read_text()):
+    cases = json.loads(request.read_text())
+    if part == "measure":
+        run_case(Case(**cases[0] | {"steps": 1}))  # what a process allocates once would count as the first case's
+    for values in cases:
         row = run_case(Case(**values)) if part == "measure" else run_sleep_case(SleepCase(**values))
         rows.append(row)
         if dist.get_rank() == 0:
@@ -397,7 +405,7 @@ def measure_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def check_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for pp_size in options.ranks or (2, 4):
+    for pp_size in options.ranks or (2, 4, 8):
         cases = [
             SleepCase(cache, pp_size, virtual, steps=options.steps)
             for virtual in options.virtual or (1, 2)
@@ -415,10 +423,11 @@ def simulate_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 COLUMNS = {
-    "measure": ("variant", "pp_size", "virtual", "wire", "tokens/s", "ms", "busy", "KiB per hop", "units per hop",
-                "peak MiB", "cached sources"),
-    "check": ("cache", "P", "V", "link MB/s", "ms real", "ms simulated", "real / simulated"),
-    "simulate": ("model", "variant", "P", "V", "ms", "of standard", "efficiency", "bubble", "largest hop"),
+    "measure": ("variant", "pp_size", "virtual", "wire", "tokens/s", "ms", "spread", "bubble", "KiB per hop",
+                "units per hop", "peak MiB", "cached sources"),
+    "check": ("cache", "P", "V", "link MB/s", "ms real", "spread", "ms simulated", "real / simulated"),
+    "simulate": ("model", "variant", "P", "V", "ms", "of standard", "efficiency", "bubble", "largest hop",
+                 "ms per sublayer", "link GB/s"),
 }  # fmt: skip
 
 

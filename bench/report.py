@@ -4,18 +4,19 @@
     python -m bench.stack --implementation all --json runs/stack.json
     python -m bench.report runs/*.json --out runs/report
 
-Takes what pytest-benchmark saves and what the scripts in this folder write with --json. Each table names its hardware,
-its versions and its baseline; the spread is the distance of the quartiles over the median.
+Takes what pytest-benchmark saves and what the scripts in this folder write with --json; several files of a kind go into
+one table. Each table and plot names its hardware, its versions, its baseline and its spread.
 """
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import environment, plots
+from bench import cpu, environment, learned, plots, times
 from bench.tables import markdown, number
 
 Row = dict[str, Any]
@@ -37,7 +38,7 @@ class Results:
         """
         data = json.loads(path.read_text())
         if "benchmarks" in data:
-            self.rows["times"] += [_timed_row(benchmark) for benchmark in data["benchmarks"]]
+            self.rows["times"] += [times.row_of(benchmark) for benchmark in data["benchmarks"]]
             self.environments["times"] = data["machine_info"]["blockres_bench"]
             self.not_timed |= data.get("not_timed", {})
         elif {"kind", "environment", "rows"} <= data.keys():
@@ -50,47 +51,21 @@ class Results:
         return environment.summary(self.environments[kind]) if kind in self.environments else ""
 
 
-def _timed_row(benchmark: Mapping[str, Any]) -> Row:
-    stats = benchmark["stats"]
-    return benchmark["extra_info"] | {"seconds": stats["median"], "q1": stats["q1"], "q3": stats["q3"]}
-
-
-def times_table(rows: Sequence[Row]) -> str:
-    header = ("operation", "implementation", "ms", "GB/s", "copies", "of eager", "spread", "error")
-    eager = {_case(row): row["seconds"] for row in rows if row["implementation"] == "eager"}
-    lines = []
-    for row in rows:
-        base = eager.get(_case(row))
-        lines.append(
-            (
-                " ".join(str(part) for part in _case(row)),
-                row["implementation"],
-                number(row["seconds"] * 1e3),
-                number(row["gb_per_s"]),
-                number(1 / row["fraction_of_copy"]),
-                "-" if base is None else f"{row['seconds'] / base:.2f}",
-                f"{row['spread']:.0%}",
-                f"{row['error']:.0e}",
-            )
-        )
-    return markdown(header, lines)
-
-
-def _case(row: Row) -> tuple[str, ...]:
-    sizes = (
-        ("sources", "tokens", "dim") if row["suite"] == "operations" else ("sublayers", "per_block", "tokens", "dim")
-    )
-    return row["operation"], row["direction"], row["dtype"], "x".join(str(row[size]) for size in sizes)
-
-
 def _plain_table(rows: Sequence[Row]) -> str:
     """All columns that hold plain values, as they are."""
-    columns = [key for key, value in rows[0].items() if isinstance(value, str | int | float)]
-    cells = [
-        [number(row[key]) if isinstance(row.get(key), float) else str(row.get(key, "")) for key in columns]
-        for row in rows
-    ]
-    return markdown(columns, cells)
+    columns = [key for key, value in rows[0].items() if key != "part" and isinstance(value, str | int | float)]
+    return markdown(columns, [[_cell(key, row.get(key, "")) for key in columns] for row in rows])
+
+
+def _cell(key: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0%}" if key == "spread" else number(value)
+
+
+def _table_of_a_case(rows: Sequence[Row]) -> str:
+    """What all rows have in common once, above them."""
+    return f"{rows[0]['case']}\n\n" + _plain_table([{k: v for k, v in row.items() if k != "case"} for row in rows])
 
 
 def _tables_by_part(rows: Sequence[Row]) -> str:
@@ -98,40 +73,89 @@ def _tables_by_part(rows: Sequence[Row]) -> str:
     return "\n\n".join(f"### {part}\n\n" + _plain_table([r for r in rows if r["part"] == part]) for part in parts)
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[Sequence[Row]], str], tuple[str, ...]], ...] = (
-    ("times", "Times", times_table, ("over_sizes", "fractions", "stacks")),
-    ("device", "On a GPU", _plain_table, ()),
-    ("stack", "A training stack, counted", _plain_table, ("counted",)),
-    ("traffic", "Single calls, counted", _plain_table, ()),
-    ("cpu", "CPU", _plain_table, ("cpu",)),
-    ("pipeline", "Pipeline", _tables_by_part, ("pipeline_measured", "pipeline")),
-    ("learning", "Learning", _plain_table, ("learning",)),
-)
-NOTES = {
-    "times": (
-        "`copies`: how many times as long as a copy of as many bytes as the operation must move (1 is the floor). "
-        "`of eager`: the time over that of the textbook formula in eager PyTorch."
+@dataclass(frozen=True)
+class Section:
+    """What becomes of the rows of one kind; `note` tells the baseline and the spread."""
+
+    title: str
+    table: Callable[[Sequence[Row]], str]
+    drawings: tuple[str, ...] = ()
+    note: str = ""
+
+
+SECTIONS = {
+    "times": Section(
+        "Times",
+        times.table,
+        ("over_sizes", "fractions", "stacks"),
+        "`copies`: how many times as long as a copy, taken in turn with it, of as many bytes as have to be moved (1 is "
+        "the floor). `of eager`: the time over that of the textbook formula in eager PyTorch. `error`: the worst "
+        "relative error against float64.",
     ),
-    "stack": "Row sets `[T, D]` per sublayer; the standard residual is the baseline. Counted, so without spread.",
-    "traffic": "Row sets `[T, D]` per call. Counted, so without spread.",
+    "device": Section(
+        "On a GPU",
+        _plain_table,
+        note="`fraction_of_copy`: of the bandwidth of a copy of 1 GiB in the same minutes, by what has to be moved.",
+    ),
+    "stack": Section(
+        "A training stack, counted",
+        _plain_table,
+        ("counted",),
+        "Row sets `[T, D]` per sublayer; the standard residual is the baseline. Counted, so without spread.",
+    ),
+    "traffic": Section(
+        "Single calls, counted",
+        _plain_table,
+        note="Row sets `[T, D]` per call, beside the floor. Counted, so without spread.",
+    ),
+    "resources": Section(
+        "Kernels compiled for a GPU that is not here",
+        _plain_table,
+        note="Registers of a thread; bytes that a thread spills; accesses of vectors that are less than 16 bytes wide.",
+    ),
+    "cpu": Section(
+        "CPU",
+        cpu.table,
+        ("cpu",),
+        "Implementations and a copy of the sources in turns. `copies`: forward and backward over that copy. `peak`: "
+        "the most resident memory over inputs, outputs, gradients and saved statistics.",
+    ),
+    "huggingface": Section(
+        "A Hugging Face model", _table_of_a_case, ("huggingface",), "In turns; the standard residual is the baseline."
+    ),
+    "pipeline": Section(
+        "Pipeline",
+        _tables_by_part,
+        ("pipeline_measured", "pipeline_check", "pipeline"),
+        "Measured: real training over gloo on this machine. Check: real ranks whose stages sleep, against the "
+        "simulation. Simulated: from compute times and a link that are stated. The standard residual is the baseline.",
+    ),
+    "learning": Section(
+        "Learning",
+        learned.table,
+        ("learning",),
+        "Mean and range of the seeds; `over standard` is the mean of the differences seed by seed. Tokens per second "
+        "were taken in turns.",
+    ),
 }
+SPREAD = "Spread: the distance of the quartiles over the median."
 
 
 def write(results: Results, out: Path) -> Path:
     """Write `report.md` and the plots into `out`, and return the report's path."""
     out.mkdir(parents=True, exist_ok=True)
-    parts = ["# Benchmarks of blockres"]
-    for kind, title, table, drawings in SECTIONS:
-        rows = results.rows.get(kind)
+    parts = ["# Benchmarks of blockres", SPREAD]
+    for kind, section in SECTIONS.items():
+        rows, foot = results.rows.get(kind), results.foot(kind)
         if not rows:
             continue
-        parts += [f"## {title}", results.foot(kind), NOTES.get(kind, "")]
-        for name in drawings:
-            figure = getattr(plots, name)(rows, results.foot(kind))
+        parts += [f"## {section.title}", foot, section.note]
+        for name in section.drawings:
+            figure = getattr(plots, name)(rows, foot)
             if figure is not None:
                 figure.savefig(out / f"{name}.png")
                 parts.append(f"![{name}]({name}.png)")
-        parts.append(table(rows))
+        parts.append(section.table(rows))
     parts += [f"- not timed: {name}: {reason}" for name, reason in results.not_timed.items()]
     plots.hop_units(_hops(), "exact, from the routing; blocks are as long as stages").savefig(out / "hop_units.png")
     parts += ["## Units between pipeline ranks", "![hop_units](hop_units.png)"]

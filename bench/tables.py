@@ -4,18 +4,17 @@ from collections.abc import Sequence
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; the first column is text, all others are numbers and stand to the right."""
+    """A table; columns of numbers stand to the right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
+    columns = range(len(header))
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in columns]
+    right = [any(row[i][:1].isdigit() or row[i][:1] in set("+-±") for row in cells[1:]) for i in columns]
 
     def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        padded = [row[i].rjust(widths[i]) if right[i] else row[i].ljust(widths[i]) for i in columns]
         return f"| {' | '.join(padded)} |"
 
-    rule = "|".join("-" * (width + 1) + (":" if i else "-") for i, width in enumerate(widths))
+    rule = "|".join("-" * (widths[i] + 1) + (":" if right[i] else "-") for i in columns)
     return "\n".join([line(cells[0]), f"|{rule}|", *(line(row) for row in cells[1:])])
 
 

@@ -56,7 +56,8 @@ class Call:
         moved = {direction: self.rows(direction, dtype) for direction in ("forward", "backward")}
         floor = {f"floor {direction}": units for direction, units in self.operation.floor(self.shape).items()}
         case = {"operation": self.operation.name, "implementation": self.implementation, "shape": str(self.shape)}
-        return case | moved | floor | {"kept": self.kept}
+        launches = {f"kernels {direction}": self.ledger.launches(direction)[0] for direction in moved}
+        return case | moved | floor | {"kept": self.kept} | launches
 
 
 def count_call(implementation: Implementation, operation: Operation, shape: Shape, dtype: torch.dtype) -> Call:

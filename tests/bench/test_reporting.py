@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import compare, cpu, device, environment, report
+from bench import compare, cpu, device, environment, learned, report
 from bench import timing as timing_module
 from bench.tables import markdown, number
 from bench.timing import Timing, Work, measure, spread
@@ -79,6 +79,11 @@ def test_numbers_have_three_digits(value, text):
 def test_a_table_is_aligned():
     lines = markdown(("", "ms"), [("blockres", 1), ("eager", "12.5")]).splitlines()
     assert lines == ["|          |   ms |", "|----------|-----:|", "| blockres |    1 |", "| eager    | 12.5 |"]
+    assert markdown(("", "who"), [(1, "eager")]).splitlines() == [
+        "|     | who   |",
+        "|----:|-------|",
+        "|   1 | eager |",
+    ]
 
 
 def benchmark(name, implementation="blockres", fraction=0.5, spread=0.02, **sizes):
@@ -86,6 +91,7 @@ def benchmark(name, implementation="blockres", fraction=0.5, spread=0.02, **size
         "suite": "operations", "implementation": implementation, "operation": "attn_res", "direction": "forward",
         "dtype": "float32", "sources": 8, "tokens": 64, "dim": 32, "bytes": 1000, "gb_per_s": 1.0, "copy_gb_per_s": 2.0,
         "fraction_of_copy": fraction, "spread": spread, "copy_spread": spread, "error": 1e-7,
+        "median": 1e-3,
     } | sizes  # fmt: skip
     return {"name": name, "extra_info": info, "stats": {"median": 1e-3, "q1": 0.9e-3, "q3": 1.1e-3}}
 
@@ -124,31 +130,78 @@ def test_the_first_run_becomes_the_baseline(tmp_path):
     assert baseline.read_text() == new.read_text()
 
 
+def spread_over(rows, **values):
+    return [row | {name: value} for row in rows for name, choices in values.items() for value in choices]
+
+
+def saved_rows():
+    """A few rows of every kind that a script saves, as it saves them."""
+    by = {"implementation": "blockres"}
+    milliseconds = {"ms forward": 1.0, "ms backward": 2.0, "ms": 3.0}
+    cpu_row = by | milliseconds | {"dtype": "float32", "tokens": 8, "copies": 2.0, "spread": 0.1, "peak": 1.0}
+    cpu_row |= {"first call s": 1.0, "error": 1e-7, "threads": 1}
+    speed = {"part": "speed", "variant": "full", "threads": 1, "tokens_per_s": 10.0, "spread": 0.1}
+    losses = {"part": "losses", "variant": "full", "parameters": 7, "steps": [0, 1], "validation": [2.0, 1.0]}
+    measured = {"part": "measured", "pp_size": 2, "virtual": 1, "tokens/s": 9.0, "ms": 1.0, "spread": 0.1,
+                "bubble": 0.2, "KiB per hop": 4.0, "peak MiB": 5.0, "variant": "block"}  # fmt: skip
+    checked = {"part": "check", "P": 2, "V": 1, "ms real": 2.0, "spread": 0.1, "ms simulated": 1.9, "cache": True}
+    simulated = {"part": "simulated", "model": "m", "V": 2, "ms": 3.0, "efficiency": 0.9, "ms per sublayer": 1.0,
+                 "link GB/s": 1.0, "variant": "block"}  # fmt: skip
+    model = {"loss": 1.0, "peak MiB": 2.0, "tokens/s": 3.0, "spread": 0.1, "case": "four layers"}
+    return {
+        "cpu": spread_over([cpu_row], allocator=["default", "keep"]),
+        "stack": [by | {"stack": "8x4", "forward": 6.0, "backward": 8.0, "total": 14.0, "kept": 2.0}],
+        "traffic": [by | {"forward": 6.0, "floor forward": 6}],
+        "resources": [by | {"registers": 255}],
+        "device": [by | {"label": "a", "ms": 1.0}],
+        "huggingface": spread_over([model], model=["standard", "blockres"]),
+        "learning": [speed, *spread_over([losses], seed=[0, 1])],
+        "pipeline": [
+            *spread_over([measured], wire=["float32", "bfloat16"]),
+            checked,
+            *spread_over([simulated], P=[1, 2]),
+        ],
+    }
+
+
 def test_the_report_holds_tables_and_plots_of_all_that_was_saved(tmp_path):
     sizes = [benchmark(f"a{n}", name, sources=n) for n in (2, 4, 8) for name in ("blockres", "eager")]
     stack = {"suite": "stacks", "operation": "stack", "sublayers": 8, "per_block": 4}
     times = suite(*sizes, benchmark("stack", **stack), not_timed={"fla-core": "missing: no module"})
     (tmp_path / "times.json").write_text(json.dumps(times))
-    counted = {
-        "implementation": "blockres",
-        "stack": "8x4",
-        "forward": 6.0,
-        "backward": 8.0,
-        "total": 14.0,
-        "kept": 2.0,
-    }
-    environment.save(tmp_path / "stack.json", "stack", [counted])
-    simulated = {"part": "simulated", "model": "m", "variant": "block", "P": 2, "efficiency": 0.9}
-    environment.save(tmp_path / "pipeline.json", "pipeline", [simulated])
-    learned = {"variant": "full", "seed": 0, "steps": [0, 1], "validation": [2.0, 1.0], "tokens_per_s": 10.0}
-    environment.save(tmp_path / "learning.json", "learning", [learned])
+    for kind, rows in saved_rows().items():
+        environment.save(tmp_path / f"{kind}.json", kind, rows)
     report.main([*map(str, tmp_path.glob("*.json")), "--out", str(tmp_path / "out")])
     text = (tmp_path / "out" / "report.md").read_text()
-    for name in ("over_sizes", "fractions", "stacks", "counted", "pipeline", "learning", "hop_units"):
+    for name in ("hop_units", *(name for section in report.SECTIONS.values() for name in section.drawings)):
         assert f"({name}.png)" in text
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
+    assert set(saved_rows()) | {"times"} == set(report.SECTIONS)
+    assert all(section.title in text for section in report.SECTIONS.values())
+    assert text.count(environment.summary(environment.describe())) == len(report.SECTIONS)
     assert "not timed: fla-core: missing: no module" in text
-    assert torch.__version__ in text
+
+
+def test_files_of_a_kind_go_into_one_table(tmp_path):
+    for name in ("blockres", "eager"):
+        environment.save(tmp_path / f"{name}.json", "traffic", [{"implementation": name}])
+    report.main([*map(str, tmp_path.glob("*.json")), "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text.count("| implementation |") == 1
+    assert "| blockres " in text
+    assert "| eager " in text
+
+
+def test_the_gain_in_learning_is_taken_seed_by_seed():
+    rows = [
+        {"part": "losses", "variant": variant, "seed": seed, "validation": [3.0, loss], "parameters": 1000}
+        for variant, losses in (("standard", (2.0, 1.0)), ("full", (1.9, 0.7)))
+        for seed, loss in enumerate(losses)
+    ]
+    rows.append({"part": "speed", "variant": "full", "tokens_per_s": 50.0, "spread": 0.25})
+    standard, full = [[cell.strip() for cell in line.split("|")[1:-1]] for line in learned.table(rows).splitlines()[2:]]
+    assert standard == ["standard", "2", "1.5000", "1.0000", "2.0000", "+0.0000", "-", "-", "1,000"]
+    assert full == ["full", "2", "1.3000", "0.7000", "1.9000", "-0.2000", "50.0", "25%", "1,000"]
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
@@ -175,13 +228,13 @@ def test_the_short_table_of_a_gpu_run_sets_goals_and_packages_side_by_side():
     run.attempt("too late", "blockres", dict)
     text = device.tables(run)
     assert "0.90 met" in text
-    assert text.index("| attn_res forward |       blockres") < text.index("| attn_res forward |       fla-core")
+    assert text.index("| attn_res forward | blockres ") < text.index("| attn_res forward | fla-core ")
     assert "| fla-core                  | 5.00 |          2.50 |" in text
     assert "not reached: too late" in text
 
 
 def test_the_cpu_script_measures_all_in_turn():
-    rows = cpu.measure(("blockres", "eager"), 16, "float32", rounds=2)
+    rows = cpu.measure(("blockres", "eager"), 16, "float32", rounds=2, allocator="default")
     assert [row["implementation"] for row in rows] == ["blockres", "eager"]
     assert all(row["ms"] > 0 and row["copies"] > 0 for row in rows)
     assert "eager / this" in cpu.table(rows)

@@ -6,17 +6,15 @@ after the last of L sublayers has index L. Source: arXiv:2603.15031, section 3.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from blockres.checks import source_list
-from blockres.functional import attn_res, attn_res_inter, attn_res_inter_chained, attn_res_merge
-
-Norm = nn.RMSNorm | tuple[Tensor, float]
+from blockres.functional import attn_res
+from blockres.inference import Bank, InferenceStream
+from blockres.norms import Norm, norm_arguments
+from blockres.streams import BlockStream, StandardStream, Stream
 
 
 class AttnRes(nn.Module):
@@ -67,7 +65,7 @@ class AttnRes(nn.Module):
     ) -> Tensor | tuple[Tensor, ...]:
         """Aggregate N sources `[..., D]`, see `blockres.attn_res`, with an `nn.RMSNorm` or `(weight, eps)` fused."""
         sources = source_list(sources)
-        norm_weight, norm_eps = _norm_arguments(norm, self.dim, sources[0].dtype)
+        norm_weight, norm_eps = norm_arguments(norm, self.dim, sources[0].dtype)
         return attn_res(
             sources,
             self.query,
@@ -155,11 +153,19 @@ class BlockAttnRes(nn.Module):
         *,
         sources: Sequence[Tensor] | None = None,
         partial: Tensor | None = None,
-    ) -> "BlockStream | StandardStream":
+        bank: Bank | None = None,
+    ) -> Stream:
         """Open the stream at sublayer `start`: from the embedding `[..., D]`, or from what `state()` returned there.
 
+        Under `torch.inference_mode()` it is an inference stream (`blockres.inference`), which runs one kernel for each
+        sublayer, and has no gradients. Elsewhere, under `torch.no_grad()` and in what `torch.compile` traces too, it is
+        the stream for training. With a `bank` (from `self.bank`) it is an inference stream wherever gradients are off,
+        and allocates nothing; see `Bank` for how long what it returns is valid.
+
         Raises:
-            ValueError: where the number of sources, or whether there is a partial, is not what sublayer `start` finds.
+            ValueError: where the number of sources, or whether there is a partial, is not what sublayer `start` finds;
+                where the stream does not fit into the bank.
+            RuntimeError: with a bank where gradients are on.
         """
         if (embedding is None) == (sources is None) or (embedding is not None and partial is not None):
             raise ValueError("give either the embedding, or the sources (and the partial, where a block is open)")
@@ -170,10 +176,38 @@ class BlockAttnRes(nn.Module):
                     "a standard residual stream is rebuilt from sources=() and its running sum as the partial, "
                     f"got {len(sources or ())} sources and {'a' if partial is not None else 'no'} partial"
                 )
+            if bank is not None:
+                raise ValueError("a standard residual (sublayers_per_block=None) has no sources: it takes no bank")
             return StandardStream(self, state)
         held = (embedding,) if embedding is not None else tuple(sources or ())
         self._check_state(len(held), partial is not None)
-        return BlockStream(self, held, partial)
+        if bank is None and not _infers():
+            return BlockStream(self, held, partial)
+        if torch.is_grad_enabled():
+            raise RuntimeError("a stream on a bank has no gradients: open it under inference_mode() or no_grad()")
+        return InferenceStream(self, held, partial, bank)
+
+    def bank(
+        self, max_tokens: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Bank:
+        """Memory for inference streams of up to `max_tokens` tokens (batch times length), one after the other.
+
+        `blocks + 1` slots of `[max_tokens, D]` and two more; the blocks are those that exist where this part stops.
+
+        Args:
+            dtype: of the stream, which is that of the embedding; device: where it is. By default those of the
+                aggregations' parameters.
+
+        Raises:
+            ValueError: for a standard residual, or where `max_tokens` is not positive.
+        """
+        if self.sublayers_per_block is None:
+            raise ValueError("a standard residual (sublayers_per_block=None) has no sources, and needs no bank")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        parameter = next(self.parameters(), torch.empty(0))
+        slots = -(-self.stop // self.sublayers_per_block) + 1
+        return Bank(slots, max_tokens, self.dim, dtype or parameter.dtype, device or parameter.device)
 
     def forward(
         self,
@@ -196,6 +230,21 @@ class BlockAttnRes(nn.Module):
             raise ValueError(f"this network has {self.num_sublayers} sublayers, got {stream.position}")
         return stream.read()
 
+    def aggregation(self, index: int) -> AttnRes:
+        """The aggregation with this global index.
+
+        Raises:
+            ValueError: where another part of the network owns it.
+        """
+        if str(index) not in self.aggregations:
+            raise ValueError(
+                f"this part of the network runs sublayers {self.start} … {self.stop - 1} and does not own aggregation "
+                f"{index}: hand `state()` to the next part, which does"
+            )
+        aggregation = self.aggregations[str(index)]
+        assert isinstance(aggregation, AttnRes)
+        return aggregation
+
     def _check_state(self, num_sources: int, has_partial: bool) -> None:
         blocks, inside = divmod(self.start, self.sublayers_per_block or 1)
         if num_sources != blocks + 1 or has_partial != (inside > 0):
@@ -212,289 +261,8 @@ class BlockAttnRes(nn.Module):
         )
 
 
-class _Stream:
-    """What the streams share: the position, and the order read, write, read, write, …, read."""
-
-    def __init__(self, residual: BlockAttnRes) -> None:
-        self._residual = residual
-        self.position = residual.start
-        self._update: Tensor | None = None
-
-    def _accept(self, update: Tensor, like: Tensor) -> None:
-        if self.position >= self._residual.stop:
-            raise ValueError(
-                f"this stream ends before sublayer {self._residual.stop}: all of its sublayers have been written"
-            )
-        if update.shape != like.shape:
-            raise ValueError(
-                f"sublayer {self.position} wrote {tuple(update.shape)} into a stream of {tuple(like.shape)}"
-            )
-        self.position += 1
-
-
-class BlockStream(_Stream):
-    """The stream of a network with Block AttnRes; made by `BlockAttnRes.stream`.
-
-    It keeps the dtype of the embedding: updates of another dtype are added in the stream's.
-    """
-
-    def __init__(self, residual: BlockAttnRes, sources: tuple[Tensor, ...], partial: Tensor | None) -> None:
-        super().__init__(residual)
-        self._sources, self._partial = sources, partial
-        self._dtype = sources[0].dtype
-        self._phase1: dict[int, tuple[Tensor, Tensor]] | None = None  # by aggregation; None until the block is opened
-        self._recomputed: _RecomputedOutputs | None = None
-
-    def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-        """The next sublayer's input `[..., D]`; after the last sublayer, the network's output state.
-
-        `norm` (an `nn.RMSNorm` or `(weight, eps)`), the cast to `out_dtype` and the add of what was written last are
-        fused into the aggregation. The results of phase 1 are kept in the `out_dtype` of the block's first read. What
-        is returned may share memory with them: it must not be changed in place.
-        """
-        aggregation = self._aggregation()
-        if self._phase1 is None:
-            self._open(norm, out_dtype)
-        assert self._phase1 is not None
-        if self.position not in self._phase1:
-            return self._read_directly(aggregation, norm, out_dtype)
-        output, lse = self._phase1.pop(self.position)
-        if self._partial is None:
-            return output if self._recomputed is None else output.clone()  # a slice would keep all of the outputs
-        return self._merge(aggregation, output, lse, norm, out_dtype)
-
-    def weights(self) -> Tensor:
-        """The softmax weights `[N, ...]` with which the next `read` weighs the sources, the partial sum last."""
-        self._settle()
-        _, weights = self._aggregation()(self._readable(), return_weights=True)
-        return weights
-
-    def write(self, update: Tensor) -> None:
-        """Add a sublayer's output `[..., D]`; the block's last one makes the block a source."""
-        self._accept(update, self._sources[0])
-        self._settle()
-        if self._partial is None:
-            self._partial = update.to(self._dtype)
-        else:
-            self._update = update
-        if self.position % self._size == 0:
-            self._close()
-
-    def state(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """`(sources, partial)`: the completed sources, and the open block's sum if a block is open."""
-        self._settle()
-        return self._sources, self._partial
-
-    @property
-    def _size(self) -> int:
-        assert self._residual.sublayers_per_block is not None
-        return self._residual.sublayers_per_block
-
-    def _aggregation(self) -> AttnRes:
-        if str(self.position) not in self._residual.aggregations:
-            raise ValueError(
-                f"this part of the network runs sublayers {self._residual.start} … {self._residual.stop - 1} and does "
-                f"not own aggregation {self.position}: hand `state()` to the next part, which does"
-            )
-        return self._owned(self.position)
-
-    def _owned(self, index: int) -> AttnRes:
-        aggregation = self._residual.aggregations[str(index)]
-        assert isinstance(aggregation, AttnRes)
-        return aggregation
-
-    def _readable(self) -> tuple[Tensor, ...]:
-        return self._sources if self._partial is None else (*self._sources, self._partial)
-
-    def _settle(self) -> None:
-        """Add what was written last, where no merge has done so."""
-        if self._update is not None:
-            assert self._partial is not None
-            self._partial = (self._partial + self._update).to(self._dtype)
-            self._update = None
-
-    def _close(self) -> None:
-        self._settle()
-        assert self._partial is not None
-        self._sources = (*self._sources, self._partial)
-        self._partial = self._phase1 = self._recomputed = None
-
-    def _open(self, norm: Norm | None, out_dtype: torch.dtype | None) -> None:
-        """Phase 1 for the queries of the open block that are still to come, where that moves less memory.
-
-        It does not for a single query. Without gradients it does not over the embedding alone either: 6 [T, D] reads
-        and writes per sublayer both ways, and no outputs to hold in between. With gradients it always does, since
-        autograd adds up each direct reader's gradient of each source in a pass of its own.
-        """
-        end = (self.position // self._size + 1) * self._size
-        indices = [index for index in range(self.position, end) if str(index) in self._residual.aggregations]
-        direct = len(indices) == 1 or (len(self._sources) == 1 and not torch.is_grad_enabled())
-        self._phase1 = {} if direct else self._run_phase1(indices, norm, out_dtype)
-
-    def _run_phase1(
-        self, indices: list[int], norm: Norm | None, out_dtype: torch.dtype | None
-    ) -> dict[int, tuple[Tensor, Tensor]]:
-        owned = [self._owned(index) for index in indices]
-        queries = torch.stack([aggregation.query for aggregation in owned])
-        weights = [aggregation.key_weight for aggregation in owned if aggregation.key_weight is not None]
-        norm_weight, norm_eps = _norm_arguments(norm, self._residual.dim, self._dtype)
-        settings: dict[str, Any] = {
-            "eps": owned[0].eps,
-            "scale": owned[0].scale,
-            "norm_weight": norm_weight if self._partial is None else None,
-            "norm_eps": norm_eps if self._partial is None else None,
-            "out_dtype": out_dtype,
-        }
-        arguments = (queries, torch.stack(weights) if weights else None)
-        outputs, lse, sources = attn_res_inter_chained(self._sources, *arguments, **settings)
-        if self._residual.recompute and outputs[0].requires_grad:
-            self._recomputed = _RecomputedOutputs(outputs, self._sources, arguments, settings)
-        self._sources = sources
-        return dict(zip(indices, zip(outputs, lse, strict=True), strict=True))
-
-    def _read_directly(self, aggregation: AttnRes, norm: Norm | None, out_dtype: torch.dtype | None) -> Tensor:
-        self._settle()
-        out = aggregation(self._readable(), norm=norm, out_dtype=out_dtype)
-        assert isinstance(out, Tensor)
-        return out
-
-    def _merge(
-        self, aggregation: AttnRes, output: Tensor, lse: Tensor, norm: Norm | None, out_dtype: torch.dtype | None
-    ) -> Tensor:
-        assert self._partial is not None
-        norm_weight, norm_eps = _norm_arguments(norm, self._residual.dim, self._dtype)
-        with nullcontext() if self._recomputed is None else self._recomputed.instead_of_saving(output):
-            h, self._partial = attn_res_merge(
-                output,
-                lse,
-                self._partial,
-                aggregation.query,
-                aggregation.key_weight,
-                update=self._update,
-                eps=aggregation.eps,
-                scale=aggregation.scale,
-                norm_weight=norm_weight,
-                norm_eps=norm_eps,
-                out_dtype=out_dtype or self._dtype,
-            )
-        self._update = None
-        return h
-
-
-class _RecomputedOutputs:
-    """Phase-1 outputs of one block that backward computes again instead of finding them saved.
-
-    The first merge whose backward asks for its output recomputes those of the whole block; they are let go when the
-    backward of phase 1, the block's last, has run.
-    """
-
-    def __init__(
-        self,
-        outputs: Sequence[Tensor],
-        sources: Sequence[Tensor],
-        arguments: tuple[Tensor, Tensor | None],
-        settings: dict[str, Any],
-    ) -> None:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "recompute=True works through hooks on saved tensors, which torch.compile does not take: compile the "
-                "sublayers and leave the stream outside, or use recompute=False"
-            )
-        self._places = {output.data_ptr(): place for place, output in enumerate(outputs)}
-        pack, self._unpack = _enclosing_hooks()
-        self._sources = [pack(source.detach()) for source in sources]
-        self._arguments, self._settings = arguments, settings
-        self._outputs: Tensor | None = None
-        assert outputs[0].grad_fn is not None
-        outputs[0].grad_fn.register_hook(self._let_go)
-
-    def instead_of_saving(self, output: Tensor) -> saved_tensors_hooks:
-        """A context in which autograd saves a note of `output` where it would save `output`."""
-        address, shape = output.data_ptr(), output.shape  # not `output`: autograd keeps the hooks, and what they hold
-        note = _Note(self._places[address])
-        pack_other, unpack_other = _enclosing_hooks()
-
-        def pack(saved: Tensor) -> Any:
-            return note if saved.data_ptr() == address and saved.shape == shape else pack_other(saved)
-
-        def unpack(kept: Any) -> Tensor:
-            return self._output(kept.place) if isinstance(kept, _Note) else unpack_other(kept)
-
-        return saved_tensors_hooks(pack, unpack)
-
-    def _output(self, place: int) -> Tensor:
-        if self._outputs is None:
-            sources = [self._unpack(source) for source in self._sources]
-            with torch.no_grad():
-                self._outputs, _ = attn_res_inter(sources, *self._arguments, **self._settings)
-        return self._outputs[place]
-
-    def _let_go(self, *_: Any) -> None:
-        self._outputs = None
-
-
-class _Note(NamedTuple):
-    """Stands for a phase-1 output among saved tensors."""
-
-    place: int
-
-
-def _enclosing_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """The hooks on saved tensors in force here, activation checkpointing's for one.
-
-    Autograd calls the innermost hooks alone, so those of a recomputed block must pass on what they leave be.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) or (_as_it_is, _as_it_is)
-
-
-def _as_it_is(saved: Tensor) -> Tensor:
-    return saved
-
-
-class StandardStream(_Stream):
-    """The standard residual behind the same interface: the running sum is the only state, kept as the partial."""
-
-    def __init__(self, residual: BlockAttnRes, state: Tensor) -> None:
-        super().__init__(residual)
-        self._sum = state
-
-    def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-        """The running sum `[..., D]`, through `norm` where one is given."""
-        weight, eps = _norm_arguments(norm, self._residual.dim, self._sum.dtype)
-        out, out_dtype = self._sum, out_dtype or self._sum.dtype
-        if weight is not None:
-            widest = torch.promote_types(torch.promote_types(out.dtype, weight.dtype), out_dtype)
-            out = nn.functional.rms_norm(out.to(widest), (self._residual.dim,), weight.to(widest), eps)
-        return out.to(out_dtype)
-
-    def weights(self) -> Tensor:
-        """Ones `[1, ...]`: the sum is all that there is to read."""
-        return torch.ones((1, *self._sum.shape[:-1]), device=self._sum.device)
-
-    def write(self, update: Tensor) -> None:
-        """Add a sublayer's output `[..., D]` to the running sum."""
-        self._accept(update, self._sum)
-        self._sum = self._sum + update.to(self._sum.dtype)
-
-    def state(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """`((), running sum)`."""
-        return (), self._sum
-
-
-def _norm_arguments(norm: Norm | None, dim: int, dtype: torch.dtype) -> tuple[Tensor | None, float | None]:
-    if norm is None:
-        return None, None
-    if isinstance(norm, tuple):
-        return norm
-    if not isinstance(norm, nn.RMSNorm):
-        raise TypeError(
-            f"the norm fused into an aggregation is an nn.RMSNorm or a tuple (weight, eps), got {type(norm).__name__}; "
-            f"apply any other norm to what read() returns"
-        )
-    if norm.weight is None or tuple(norm.normalized_shape) != (dim,):
-        raise ValueError(
-            f"the norm fused into an aggregation has a weight [{dim}], got {norm}; apply it to what read() returns"
-        )
-    # nn.RMSNorm's own default is the epsilon of the dtype that it computes in, float32 for the narrower ones.
-    default = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return norm.weight, default if norm.eps is None else norm.eps
+def _infers() -> bool:
+    """What is compiled keeps to functions, which the compiler need not protect from writes into their inputs."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch.is_inference_mode_enabled() and not torch.is_grad_enabled()

@@ -20,7 +20,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blockres.modules import BlockAttnRes, BlockStream, StandardStream
+from blockres.modules import BlockAttnRes
+from blockres.streams import Stream
 
 Residual = Literal["block", "full", "standard"]
 
@@ -230,13 +231,13 @@ class GPT(nn.Module):
     def _device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def _open(self, inputs: Tensor | tuple[Tensor, ...], partial: Tensor | None) -> BlockStream | StandardStream:
+    def _open(self, inputs: Tensor | tuple[Tensor, ...], partial: Tensor | None) -> Stream:
         if not isinstance(inputs, Tensor):
             return self.residual.stream(sources=inputs, partial=partial)
         assert self.embedding is not None
         return self.residual.stream(self.embedding(inputs).to(self.dtype))
 
-    def _logits(self, stream: BlockStream | StandardStream, norm: nn.RMSNorm) -> Tensor:
+    def _logits(self, stream: Stream, norm: nn.RMSNorm) -> Tensor:
         self._probe(self.stop, stream)
         projection = self.embedding if self.head is None else self.head
         assert projection is not None
@@ -244,7 +245,7 @@ class GPT(nn.Module):
         with self._autocast():
             return F.linear(state, projection.weight)
 
-    def _probe(self, index: int, stream: BlockStream | StandardStream) -> None:
+    def _probe(self, index: int, stream: Stream) -> None:
         if self.depth_probe is not None:
             self.depth_probe(index, stream.weights())
 

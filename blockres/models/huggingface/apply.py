@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from blockres.models.huggingface.families import Family, Sublayer, check_family, find_family, rms_norm
 from blockres.models.instance_class import InstanceClass, instance_class, take_class
-from blockres.modules import BlockAttnRes, BlockStream, StandardStream
+from blockres.modules import BlockAttnRes
+from blockres.streams import Stream
 
 SETTINGS = "attn_res"
 """The configuration's attribute with the settings; the decoder's, with the aggregations, has the same name."""
 
-Stream = BlockStream | StandardStream
 Travelling = dict[str, Any]
 _KIND = "blockres_stream"
 _PLAN = "_plan"
@@ -174,6 +174,15 @@ class _Plan:
     def __init__(self, family: Family, residual: BlockAttnRes) -> None:
         self.family, self.residual = family, residual
 
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        """What a layer runs."""
+        return self.family.sublayers
+
+    def stream(self, hidden_states: Tensor | Travelling, arguments: dict[str, Any]) -> Stream:
+        """A layer's own stream, from the layer before or, in the first one, on the embedding."""
+        return _build(hidden_states) if isinstance(hidden_states, dict) else self.residual.stream(hidden_states)
+
 
 class _Changed(InstanceClass):
     """A module that has taken a subclass made for it, of its class and of one of the changes below."""
@@ -211,8 +220,8 @@ class _Layer(_Changed):
         _check_checkpointing(self)
         plan = self._plan
         arguments = _arguments(self, plan.family, args, kwargs)
-        stream = _build(hidden_states) if isinstance(hidden_states, dict) else plan.residual.stream(hidden_states)
-        for sublayer in plan.family.sublayers:
+        stream = plan.stream(hidden_states, arguments)
+        for sublayer in plan.sublayers:
             stream.write(_update(self, sublayer, plan.family, stream, arguments))
         return _take_down(stream)
 

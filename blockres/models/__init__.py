@@ -5,7 +5,17 @@
 
 from blockres.models.foreign import fused_attnres, kimi_k3_attn_res, liger_attn_res
 from blockres.models.gpt import GPT, GPTConfig
-from blockres.models.huggingface import FAMILIES, Family, Sublayer, apply_attn_res, from_pretrained, remove_attn_res
+from blockres.models.huggingface import (
+    FAMILIES,
+    Family,
+    PipelinePart,
+    Sublayer,
+    apply_attn_res,
+    causal_lm_loss,
+    from_pretrained,
+    pipeline_part,
+    remove_attn_res,
+)
 from blockres.models.rerouting import Replaced, replace_attn_res, restore_attn_res
 from blockres.models.units import layers_from_sublayers, sublayers_from_layers, sublayers_per_block_of
 
@@ -14,14 +24,17 @@ __all__ = [
     "GPT",
     "Family",
     "GPTConfig",
+    "PipelinePart",
     "Replaced",
     "Sublayer",
     "apply_attn_res",
+    "causal_lm_loss",
     "from_pretrained",
     "fused_attnres",
     "kimi_k3_attn_res",
     "layers_from_sublayers",
     "liger_attn_res",
+    "pipeline_part",
     "remove_attn_res",
     "replace_attn_res",
     "restore_attn_res",

@@ -1,0 +1,342 @@
+"""A Block AttnRes model of transformers cut into the stages of a pipeline, at any sublayer.
+
+A stage's part is the model's own code over some of its modules: copies of the containers (the model, its decoder, the
+list of layers, each layer) that hold what the stage runs, and None in the place of all else. Every layer keeps its
+place, an empty one too, so that names are those of the unsplit model, and so that a decoder which goes by a layer's
+number finds the right one. Masks and positions are computed on every stage, from the shape of the stream.
+
+What comes before the layers belongs to the first stage, final norm and head to the last. Losses that balance experts
+are products of means over all layers: their sums travel from stage to stage, as the tally of `BlockResStage`.
+
+Letters: B batch, T tokens, D hidden size, E experts.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from blockres.models.gpt import next_token_loss
+from blockres.models.huggingface.apply import (
+    _PLAN,
+    SETTINGS,
+    Stream,
+    Travelling,
+    _build,
+    _Changed,
+    _changed_class,
+    _Decoder,
+    _decoder,
+    _Plan,
+)
+from blockres.models.huggingface.families import Family, Sublayer
+from blockres.models.instance_class import take_class
+from blockres.modules import BlockAttnRes
+
+if TYPE_CHECKING:  # which refuses engines that are not tested, and only its users need one
+    from blockres.pipeline import BlockRouting
+
+State = tuple[Sequence[Tensor], Tensor | None]
+_STATE = "blockres_state"
+"""The argument by which a decoder hands its layers the state that came in."""
+
+
+def pipeline_part(
+    model: nn.Module, routing: "BlockRouting", index: int, *, dtype: torch.dtype | None = None
+) -> "PipelinePart":
+    """The part of a Hugging Face Block AttnRes model that one pipeline stage runs: the module of a `BlockResStage`.
+
+    Stages begin and end at any sublayer, in the middle of a layer too. A part shares its parameters with `model`, under
+    the same names. Cut all parts of a rank from one model and then let go of it, and so of what other ranks own; have
+    the same model on all ranks, from the same seed or the same files.
+
+    The first part takes tokens `[B, T]`, every other one `(sources, partial)`; the last returns logits
+    `[B, T, vocabulary]`, every other one `(sources, partial)`. Arguments by name are the decoder's own
+    (`attention_mask`, `position_ids`), to be given to the parts of all ranks.
+
+    Where `config.output_router_logits` is set, parts have a `tally_shape`, to be given to `BlockResStage`; they take
+    and return a tally, and the last one returns `(logits, router_loss)`: the auxiliary loss over all layers, times its
+    coefficient, `[1]`. `causal_lm_loss` takes either.
+
+    Args:
+        model: a causal language model that `apply_attn_res` has changed.
+        routing: of the pipeline; its sublayers are the model's, an attention and an MLP being two.
+        index: of the stage.
+        dtype: of the residual stream; default: the embedding's. Where that is narrower than the parameters', the part
+            computes under autocast.
+
+    Raises:
+        ValueError: where the model has not been changed, the routing is another model's, head and embedding share a
+            matrix, or there are parameters that no stage would own.
+    """
+    decoder = _decoder(model)
+    if not isinstance(decoder, _Decoder) or isinstance(model, PipelinePart):
+        raise ValueError(f"a whole model that apply_attn_res has changed is expected, got {type(model).__name__}")
+    family, whole = decoder._plan.family, decoder._plan.residual
+    _check_routing(routing, whole)
+    head = _check_model(model, decoder, family, whole=routing.num_stages == 1)
+    own, is_last = routing.sublayers(index), index == routing.num_stages - 1
+    residual = _aggregations(whole, own, is_last)
+    part, part_decoder = _twin(model, PipelinePart), _twin(decoder, _PartDecoder)
+    setattr(part, str(model.base_model_prefix), part_decoder)
+    setattr(part_decoder, SETTINGS, residual)
+    setattr(part_decoder, family.layers, _layers(decoder, family, residual, own, dtype))
+    setattr(part_decoder, _PLAN, _PartPlan(family, residual, (), dtype))
+    if index > 0:
+        _leave_out_embeddings(part_decoder, family)
+    if not is_last:
+        setattr(part, head, None)
+        setattr(part_decoder, family.final_norm, _Exit())
+    return part
+
+
+def causal_lm_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor, *, router_loss: bool = True) -> Tensor:
+    """Mean cross-entropy in nats of what the last part returns and the tokens `[B, T]` that follow (-100 is none).
+
+    The auxiliary loss of a model with experts is added to it, or left out with `router_loss=False`.
+    """
+    if isinstance(output, Tensor):
+        return next_token_loss(output, targets)
+    logits, auxiliary = output
+    loss = next_token_loss(logits, targets)
+    return loss + auxiliary.sum() if router_loss else loss
+
+
+class PipelinePart(_Changed):
+    """What one stage runs of a model; `pipeline_part` makes it."""
+
+    device: torch.device
+    num_experts: int
+    num_experts_per_tok: int
+    router_aux_loss_coef: float
+
+    @property
+    def tally_shape(self) -> tuple[int, int] | None:
+        """`[2, E]`: assignments to each expert, and the sum of its routing probabilities; None without their loss."""
+        return (2, self.num_experts) if _balances_experts(self) else None
+
+    def run(
+        self,
+        inputs: Tensor | Sequence[Tensor],
+        partial: Tensor | None = None,
+        tally: Tensor | None = None,
+        **arguments: Any,
+    ) -> Any:
+        decoder: Any = self.base_model
+        given = {"input_ids": inputs} if isinstance(inputs, Tensor) else self._entering(inputs, partial)
+        exit_ = getattr(decoder, decoder._plan.family.final_norm)
+        with decoder._plan.autocast(self):
+            if isinstance(exit_, _Exit):
+                decoder(**given, use_cache=False, **arguments)
+                left: Any = exit_.take()
+            else:
+                silence = {"output_router_logits": False} if _balances_experts(self) else {}
+                left = self._original.forward(self, **given, use_cache=False, **silence, **arguments).logits
+        if not _balances_experts(self):
+            return left
+        before = torch.zeros((2, self.num_experts), device=self.device) if tally is None else tally
+        sums = _router_sums(
+            before, decoder.take_router_logits(), self.num_experts_per_tok, arguments.get("attention_mask")
+        )
+        return (*left, sums) if isinstance(exit_, _Exit) else (left, self._router_loss(sums))
+
+    def _entering(self, sources: Sequence[Tensor], partial: Tensor | None) -> dict[str, Any]:
+        """What stands for the embedding has its shape, from which masks and positions are made, and no memory."""
+        like = sources[0] if partial is None else partial
+        dtype = next((parameter.dtype for parameter in self.parameters()), like.dtype)
+        return {"inputs_embeds": like.new_zeros((), dtype=dtype).expand(like.shape), _STATE: (sources, partial)}
+
+    def _router_loss(self, sums: Tensor) -> Tensor:
+        assignments, probabilities = sums
+        rows = assignments.sum() / self.num_experts_per_tok
+        balance = self.num_experts * ((assignments / rows) * (probabilities / rows)).sum()
+        return (self.router_aux_loss_coef * balance)[None]
+
+
+class _PartDecoder(_Decoder):
+    _router_logits: tuple[Tensor, ...] = ()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if _balances_experts(self):
+            kwargs["output_router_logits"] = True
+        output = super().run(*args, **kwargs)
+        self._router_logits = getattr(output, "router_logits", None) or ()
+        return output
+
+    def take_router_logits(self) -> tuple[Tensor, ...]:
+        taken, self._router_logits = self._router_logits, ()
+        return taken
+
+
+class _PartPlan(_Plan):
+    """A layer's plan in a part that runs some of its sublayers.
+
+    Args:
+        own: those sublayers.
+        dtype: of the stream; None for the embedding's.
+    """
+
+    def __init__(
+        self, family: Family, residual: BlockAttnRes, own: tuple[Sublayer, ...], dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(family, residual)
+        self._own, self._dtype = own, dtype
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        return self._own
+
+    def stream(self, hidden_states: Tensor | Travelling, arguments: dict[str, Any]) -> Stream:
+        entering: State | None = arguments.pop(_STATE, None)
+        if isinstance(hidden_states, dict):
+            return super().stream(hidden_states, arguments)
+        if entering is not None:
+            return self.residual.stream(sources=entering[0], partial=entering[1])
+        return self.residual.stream(hidden_states.to(self._dtype or hidden_states.dtype))
+
+    def autocast(self, part: nn.Module) -> torch.autocast:
+        widest = max((parameter.dtype.itemsize for parameter in part.parameters()), default=0)
+        device = next((parameter.device.type for parameter in part.parameters()), "cpu")
+        narrow = self._dtype is not None and self._dtype.itemsize < widest
+        return torch.autocast(device, self._dtype if narrow else None, enabled=narrow)
+
+
+class _Exit(nn.Module):
+    """Stands for the final norm in all parts but the last: it keeps the stream's state, for the part to take."""
+
+    _state: State | None = None
+
+    def forward(self, hidden_states: Travelling) -> Tensor:
+        self._state = sources, partial = _build(hidden_states).state()
+        return sources[-1] if partial is None else partial
+
+    def take(self) -> State:
+        taken, self._state = self._state, None
+        assert taken is not None
+        return taken
+
+
+class _NoEmbedding(nn.Module):
+    """Stands for an embedding in all parts but the first: whatever it is added to stays as it is."""
+
+    def forward(self, tokens: Tensor, *_: Any) -> Tensor:
+        return torch.zeros((), device=tokens.device)
+
+
+def _twin(module: nn.Module, change: type[_Changed] | None = None) -> Any:
+    """A module of its own over the same parameters and children; `change`: and of the class with that change."""
+    kind = type(module)
+    twin = kind.__new__(kind)
+    vars(twin).update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(module).items()})
+    if change is not None:
+        take_class(twin, _changed_class(module._original if isinstance(module, _Changed) else kind, change))
+    return twin
+
+
+def _layers(
+    decoder: nn.Module, family: Family, residual: BlockAttnRes, own: range, dtype: torch.dtype | None
+) -> nn.ModuleList:
+    layers, size = nn.ModuleList(), len(family.sublayers)
+    for position, layer in enumerate(getattr(decoder, family.layers)):
+        kept = tuple(sublayer for place, sublayer in enumerate(family.sublayers) if position * size + place in own)
+        twin = _twin(layer)
+        setattr(twin, _PLAN, _PartPlan(family, residual, kept, dtype))
+        for name in _names(family.sublayers) - _names(kept):
+            setattr(twin, name, None)
+        layers.append(twin)
+    return layers
+
+
+def _names(sublayers: Iterable[Sublayer]) -> set[str]:
+    parts = {name for sublayer in sublayers for name in (sublayer.module, sublayer.norm, sublayer.post_norm)}
+    return {name for name in parts if name is not None}
+
+
+def _aggregations(whole: BlockAttnRes, own: range, is_last: bool) -> BlockAttnRes:
+    part = BlockAttnRes(
+        whole.dim,
+        whole.num_sublayers,
+        whole.sublayers_per_block,
+        start=own.start,
+        stop=own.stop,
+        final=is_last,
+        recompute=whole.recompute,
+        device="meta",
+    )
+    part.aggregations = nn.ModuleDict({index: whole.aggregations[index] for index in part.aggregations})
+    return part
+
+
+def _leave_out_embeddings(decoder: nn.Module, family: Family) -> None:
+    for name, child in _around_layers(decoder, family):
+        if isinstance(child, nn.Embedding):
+            setattr(decoder, name, _NoEmbedding())
+
+
+def _around_layers(decoder: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+    within = (family.layers, family.final_norm, SETTINGS)
+    return [(name, child) for name, child in decoder.named_children() if name not in within]
+
+
+def _check_routing(routing: "BlockRouting", whole: BlockAttnRes) -> None:
+    for name in ("num_sublayers", "sublayers_per_block"):
+        routed, has = getattr(routing, name), getattr(whole, name)
+        if routed != has:
+            raise ValueError(
+                f"the routing has {name}={routed}, the model {has}: "
+                f"BlockRouting(split_sublayers({whole.num_sublayers}, num_stages), {whole.sublayers_per_block}, …) fits"
+            )
+
+
+def _check_model(model: Any, decoder: nn.Module, family: Family, whole: bool) -> str:
+    """Make sure that every parameter will have an owner; returns the name of the head."""
+    head = model.get_output_embeddings()
+    names = [name for name, child in model.named_children() if child is head]
+    if not names:
+        raise ValueError(f"a causal language model with a head is expected, got {type(model).__name__}")
+    if not whole and head.weight is model.get_input_embeddings().weight:
+        raise ValueError(
+            "head and embedding share a matrix, which the first and the last stage would each train on their own: use "
+            "tie_word_embeddings=False in the configuration"
+        )
+    around = [(name, child) for name, child in _around_layers(decoder, family) if not isinstance(child, nn.Embedding)]
+    beside = [(name, child) for name, child in model.named_children() if child is not decoder and child is not head]
+    strays = [name for name, child in (*around, *beside) if any(True for _ in child.parameters())]
+    strays += [name for owner in (model, decoder) for name in owner._parameters]
+    if strays and not whole:
+        raise ValueError(
+            f"{type(model).__name__} has parameters outside of its embeddings, layers, final norm and head, which no "
+            f"stage would own: {', '.join(strays)}"
+        )
+    if _balances_experts(model):
+        _check_experts(model)
+    return names[0]
+
+
+def _balances_experts(model: Any) -> bool:
+    return bool(getattr(model.config, "output_router_logits", False))
+
+
+def _check_experts(model: Any) -> None:
+    for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef"):
+        if not hasattr(model, name):
+            raise ValueError(
+                f"config.output_router_logits asks for the loss that balances experts, which takes {name}, and "
+                f"{type(model).__name__} has none"
+            )
+
+
+def _router_sums(before: Tensor, router_logits: Iterable[Tensor], top_k: int, mask: Tensor | None) -> Tensor:
+    """Assignments and routing probabilities by expert, `[2, E]`, summed over tokens and layers on top of `before`.
+
+    Term by term what transformers' `load_balancing_loss_func` sums, of logits `[B T, E]` and a mask `[B, T]`.
+    """
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.topk(top_k, -1).indices
+        weights = before.new_ones(len(logits)) if mask is None else mask.reshape(-1).to(before)
+        assignments = torch.zeros_like(before[0]).scatter_add(0, chosen.flatten(), weights.repeat_interleave(top_k))
+        before = before + torch.stack([assignments, (probabilities.float() * weights[:, None]).sum(0)])
+    return before

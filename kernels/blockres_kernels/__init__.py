@@ -5,7 +5,8 @@ The functions take the places of those of `blockres.cpu`: same names, same argum
 
 from blockres_kernels.aggregate import attn_res_backward, attn_res_forward
 from blockres_kernels.cast import pack, unpack
-from blockres_kernels.inter_block import attn_res_inter_backward, attn_res_inter_forward
+from blockres_kernels.inter_backward import attn_res_inter_backward
+from blockres_kernels.inter_forward import attn_res_inter_forward
 from blockres_kernels.merge import attn_res_merge_backward, attn_res_merge_forward
 from blockres_kernels.step import attn_res_step
 

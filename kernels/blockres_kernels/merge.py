@@ -1,5 +1,6 @@
-"""Phase 2: one query's phase-1 result merged with the running sum of the open block. See
-`blockres.reference.attn_res_merge`.
+"""Phase 2: one query's phase-1 result merged with the running sum of the open block.
+
+See `blockres.reference.attn_res_merge` for the operation.
 
 Letters: T tokens, D hidden size; o the phase-1 output, p the partial sum, g the gradient of the merged row h.
 
@@ -10,8 +11,7 @@ Forward, for a token:
     c   = sigmoid(s - lse)                   h = o + c (p - o)
     y   = h * rho * norm_weight,  rho = 1 / sqrt(mean(h^2) + norm_eps)      (or y = h)
 
-One launch reads output, partial and update once and writes y and the new partial. `s` and `r` are kept for the
-backward.
+One launch reads output, partial and update once and writes y and the new partial. `s` and `r` are kept.
 
 Backward, for a token; u = grad_h * norm_weight. h is formed again from o and p, which are read anyway:
 
@@ -25,14 +25,11 @@ Backward, for a token; u = grad_h * norm_weight. h is formed again from o and p,
 rho (<u, p - o> - rho^2 <u, h> / D <h, p - o>). `1 - c` is sigmoid(lse - s), which keeps its digits where c is near 1.
 
 A persistent grid: a program strides over tokens and keeps its part of dqw, and of the norm weight's gradient, in
-registers;
-it writes one row at its end, and the rows of all programs are added in a fixed order. What is used after the sums is
-loaded
-after them, so that it need not be held while they are made.
+registers; it writes one row at its end, and the rows of all programs are added in a fixed order. What is used after the
+sums is loaded after them, so that it need not be held while they are made.
 
-Wider than `launch.MERGE_HELD` lets a program hold, D is cut into slices, one program for each: the program sums over
-the
-other slices first (they come from L2: its neighbours are at the same token) and then does its own.
+Where D is wider than a program can hold, it is cut into slices, one program for each: the program sums over the other
+slices first (they come from L2: its neighbours are at the same token) and then does its own.
 """
 
 import torch
@@ -132,8 +129,7 @@ def _no_products(tile, dtype):
 
 @triton.jit
 def _add_products(sums, o, p, g, share, norm_weight, tile, dtype, start):
-    """To each [width] sum its part of <h, h>, <u, h>, <h, p - o> and <u, p - o>; the last alone matters without a
-    norm."""
+    """To each [width] sum its part of <h, h>, <u, h>, <h, p - o> and <u, p - o>; without a norm the last is enough."""
     hh, uh, hd, ud = sums
     u = g
     if norm_weight is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.interpreter import count_traffic
 from blockres import reference
-from blockres_kernels import inter_block, launch
+from blockres_kernels import attn_res_inter_backward, attn_res_inter_forward, launch
 from tests.support.memory import guarded, poisoned_allocations
 from tests.support.numerics import assert_rounded_once, correlated_sources, relative_error
 
@@ -37,10 +37,10 @@ class Phase1:
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype = self.grad_outputs[0].dtype
-        return inter_block.attn_res_inter_forward(self.sources, *self.parameters, *self.settings, dtype)
+        return attn_res_inter_forward(self.sources, *self.parameters, *self.settings, dtype)
 
     def backward(self, statistics, needs_grad=None) -> tuple[list[Tensor], Tensor, Tensor]:
-        return inter_block.attn_res_inter_backward(
+        return attn_res_inter_backward(
             self.grad_outputs,
             self.grad_lse,
             self.sources,

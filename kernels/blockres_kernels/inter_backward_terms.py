@@ -1,0 +1,172 @@
+"""The numbers for each token, query and source that phase 1's gradients are made of: a, e and f of `inter_backward`.
+
+They go through memory, where what every lane needs of them is a load away: in registers each would have to be brought
+from the lane that has it. What all launches of a backward share is here too.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import launch
+from .aggregate import Formula
+from .sources import Rows, padded
+
+
+class Terms(NamedTuple):
+    """What gradients of X tokens, or of the token that each of X programs is at, are made of; G launches share them."""
+
+    ae: Tensor  # [X, N, 2, S]
+    f: Tensor  # [X, N]
+    e_sum: Tensor  # [X, G, S], over the sources of one launch
+    norm: Tensor  # [X, 2]: rho and beta
+
+
+class Products(NamedTuple):
+    """What terms are made of, for X tokens or for the token that each of X programs is at.
+
+    Where one launch sees all sources, v_j - v_0 is in the place of v_j, and the first source's places are not written.
+    """
+
+    p: Tensor  # [X, N, S]
+    hv: Tensor  # [X, N]: <h_0, v_j>
+    norm: Tensor  # [X, 2]: <h_0, h_0> and <u, h_0>
+
+
+@triton.jit
+def weights_of(score):
+    """[S, N]"""
+    raised = tl.exp(score - tl.max(score, axis=1)[:, None])
+    return raised / tl.sum(raised, axis=1)[:, None]
+
+
+@triton.jit
+def load_scores(scores, rstd, count, present, answered, query, source, at, T):
+    """Scores [S, N], -inf where there is no source, and r [N]; where all sources are in one launch."""
+    where = (tl.cast(query, tl.int64)[:, None] * count + source[None, :]) * T + at
+    score = tl.load(scores + where, mask=answered[:, None] & present[None, :], other=0.0)
+    r = tl.load(rstd + tl.cast(source, tl.int64) * T + at, mask=present, other=0.0)
+    return tl.where(present[None, :], score, -float("inf")), r
+
+
+@triton.jit
+def load_products(products, place, source, query, present, answered):
+    """p [S, N] and <h_0, v_j> [N] of this program's token, zero for the first source."""
+    paired = present & (source > 0)
+    p = products.p + (place + source)[None, :] * query.shape[0] + query[:, None]
+    hv = tl.load(products.hv + place + source, mask=paired, other=0.0)
+    return tl.load(p, mask=answered[:, None] & paired[None, :], other=0.0), hv
+
+
+@triton.jit
+def store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, formula):
+    """From p_sj - p_s0 [S, N] the terms of one entry."""
+    a = weights_of(score)
+    ds = a * (p - tl.sum(a * p, axis=1)[:, None])
+    ds -= a * tl.sum(ds, axis=1)[:, None]
+    r0 = tl.sum(tl.where(source == 0, r, 0.0), axis=0)
+    e_sum = tl.sum(ds * tl.where(present, r - r0, 0.0)[None, :], axis=1)
+    if dlse is not None:
+        ds += a * dlse[:, None]
+        e_sum += dlse * tl.sum(a * r[None, :], axis=1)
+    f = tl.sum(ds * tl.where(present[None, :], score, 0.0), axis=0) * r * r / panel.dim
+    ae = terms.ae + (entry + source)[None, :] * (2 * panel.queries) + query[:, None]
+    tl.store(ae, a, mask=present[None, :])
+    tl.store(ae + panel.queries, ds * r[None, :] * formula.scale, mask=present[None, :])
+    tl.store(terms.f + entry + source, f, mask=present)
+    return e_sum * formula.scale
+
+
+@triton.jit
+def through_norm(p, hv, hh, uh, terms, entry, query, panel, formula):
+    """<g_0, v_j> in place of <u, v_j> in the first row of p; rho and beta are stored."""
+    rho = tl.rsqrt(hh / panel.dim + formula.norm_eps)
+    beta = rho * rho * rho * uh / panel.dim
+    tl.store(terms.norm + 2 * entry, rho)
+    tl.store(terms.norm + 2 * entry + 1, beta)
+    return tl.where((query == 0)[:, None], rho * p - (beta * hv)[None, :], p)
+
+
+@triton.jit
+def chosen(bits, index):
+    """[R] whether the bit `index` is set."""
+    return ((bits >> index) & 1) != 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the launches of one backward share."""
+
+    grads: Rows
+    sources: Rows
+    existing: list[Tensor | None]
+    dsources: list[Tensor]
+    wanted: list[bool]
+    keys: Tensor
+    norm_weight: Tensor | None
+    scores: Tensor
+    rstd: Tensor
+    grad_lse: Tensor | None
+    formula: Formula
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """S, N and T."""
+        return self.keys.shape[0], len(self.sources.tensors), self.sources.count
+
+    @property
+    def plan(self) -> launch.InterBackward:
+        queries, sources, _ = self.sizes
+        bucket = launch.bucket(min(sources, launch.MAX_SOURCES))
+        return launch.attn_res_inter_backward(
+            self.keys.shape[1],
+            self.sources.tensors[0].element_size(),
+            queries,
+            bucket,
+            self.norm_weight is not None,
+            any(x is not None for x in self.existing),
+            launch.lanes(),
+        )
+
+    def targets(self, start: int, stop: int) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...], int, int]:
+        """For sources `start` to `stop`: tensors to add to (or None) and to write to, bits of the latter and former."""
+        old, bucket = self.existing[start:stop], launch.bucket(stop - start)
+        given = [x for x in old if x is not None]
+        return (
+            padded([given[0] if x is None else x for x in old], bucket) if given else None,
+            padded(self.dsources[start:stop], bucket),
+            _bits(self.wanted[start:stop]),
+            _bits([x is not None for x in old]),
+        )
+
+    def terms(self, entries: int, launches: int = 1) -> Terms:
+        """Room for the terms of so many tokens or programs."""
+        sources, queries = len(self.sources.tensors), self.plan.panel.queries
+        return Terms(
+            self.keys.new_empty(entries, sources, 2, queries),
+            self.keys.new_empty(entries, sources),
+            self.keys.new_empty(entries, launches, queries),
+            self.keys.new_empty(entries, 2),
+        )
+
+    def products(self, entries: int, sources: int) -> Products:
+        queries = self.plan.panel.queries
+        return Products(
+            self.keys.new_empty(entries, sources, queries),
+            self.keys.new_empty(entries, sources),
+            self.keys.new_empty(entries, 2),
+        )
+
+    def sums(self, launches: int, programs: int) -> tuple[Tensor, Tensor | None]:
+        """Rows for the sums of all programs: [.., S, D], and [programs, D] where there is a norm."""
+        norm = None if self.norm_weight is None else self.keys.new_empty(programs, self.keys.shape[1])
+        return self.keys.new_empty(launches * programs, *self.keys.shape), norm
+
+
+def _bits(flags: list[bool]) -> int:
+    """Bit j for flag j, as a signed integer of 32 bits."""
+    bits = sum(1 << j for j, flag in enumerate(flags) if flag)
+    return bits - (1 << 32) if bits >= 1 << 31 else bits

@@ -207,13 +207,15 @@ def attn_res_merge_backward(dim: int, itemsizes: tuple[int, ...], norm: bool, la
 
     `itemsizes` are those of the rows. Rows of 4 bytes cannot wait for use as pairs in one register: with the norm,
     whose sums need a row more, they fit up to 7168. Rows of 8 bytes need twice the registers, so half the columns.
+    A thread takes 16 columns, or 32 where it can: in a lone warp, or beside the sums over other slices, some spill.
     """
     widest, narrowest = max(*itemsizes, 4), min(itemsizes)
     fits = 8192 if max(itemsizes) == 2 or not norm else 7168
     columns = triton.next_power_of_2(max(dim, lanes)) if dim * widest <= fits * 4 else 4096 * 4 // widest
-    threads = min(max(columns // (32 if max(itemsizes) == 2 else 16), lanes), 256)
-    piece = min(columns, threads * 16 // narrowest)
     slices = triton.cdiv(dim, columns)
+    roomy = max(itemsizes) == 2 and slices == 1 and columns > 1024
+    threads = min(max(columns // (32 if roomy else 16), lanes), 256)
+    piece = min(columns, threads * 16 // narrowest)
     tiles = Tile(dim, columns, (0,)), Tile(dim, piece, (0,))
     return MergeBackward(*tiles, slices, threads // lanes, 256 // threads)
 

@@ -378,7 +378,7 @@ def _chunks(*groups: Sequence[Tensor], buffers: int, start: int = 0) -> Iterator
             yield from _chunks(*inner, buffers=buffers, start=start + i * tokens // lead[0])
         return
     sizes = _chunk_sizes(tokens, width, [t.element_size() for group in groups for t in group], buffers)
-    split = [[t.view(tokens, width).split(sizes) for t in group] for group in groups]
+    split = [[t.view(tokens, width).split_with_sizes(sizes) for t in group] for group in groups]
     for i, size in enumerate(sizes):
         yield slice(start, start + max(size, 2)), *([rows[i] for rows in group] for group in split)
         start += size

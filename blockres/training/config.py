@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from blockres.models.gpt import GPTConfig
 from blockres.pipeline import check_schedule
 
+Model = Literal["gpt", "gpt2", "llama", "qwen3", "mixtral"]
 Dtype = Literal["float64", "float32", "bfloat16"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -114,6 +116,9 @@ class RunFlags:
     """The run itself.
 
     Args:
+        model: gpt is the built-in one; the others are models of transformers (pip install 'blockres[hf]') of the same
+            shape, with random weights. gpt2 leaves --num-kv-heads and --rope-theta aside, mixtral has 4 experts of
+            which each token takes 2.
         steps: optimizer steps.
         eval_interval: steps between evaluations; one more follows the last step.
         checkpoint_interval: steps between checkpoints; there is one after the last step in any case, and where SIGTERM
@@ -132,6 +137,7 @@ class RunFlags:
         timeout: seconds that a rank waits for another before it gives up.
     """
 
+    model: Model = "gpt"
     steps: int = 200
     eval_interval: int = 50
     checkpoint_interval: int | None = None
@@ -150,7 +156,7 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a small GPT with Block Attention Residuals over a pipeline of processes.
+    """Train a small language model with Block Attention Residuals over a pipeline of processes.
 
     Start it with `torchrun --standalone --nproc-per-node N -m blockres.train`, or as one process without torchrun.
     """
@@ -182,6 +188,7 @@ class TrainConfig:
             ValueError: with the flags at fault and values that would work.
         """
         _check_positive(self)
+        self._check_model()
         if world_size % self.parallel.dp_size:
             raise ValueError(
                 f"--dp-size must divide the number of processes, got {self.parallel.dp_size} and {world_size}"
@@ -208,6 +215,16 @@ class TrainConfig:
                 f"--batch-size must be a multiple of --dp-size × --num-microbatches = {pieces}, "
                 f"got {self.data.batch_size}; {-(-self.data.batch_size // pieces) * pieces} would do"
             )
+
+    def _check_model(self) -> None:
+        name = self.run.model
+        if name == "gpt":
+            return
+        if find_spec("transformers") is None:
+            raise ValueError(f"--model {name} is built by transformers, which is missing: pip install 'blockres[hf]'")
+        for flag_name, given in (("tie_weights", self.model.tie_weights), ("compile", self.run.compile)):
+            if given:
+                raise ValueError(f"{flag(flag_name)} is for the built-in model: leave it out with --model {name}")
 
 
 def _check_positive(config: TrainConfig) -> None:

@@ -15,11 +15,13 @@ import torch
 import tyro
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from blockres.models.gpt import GPT, GPTConfig
 from blockres.training import checkpoint
 from blockres.training.checkpoint import Checkpoint
 from blockres.training.config import flag
+from blockres.training.networks import random_model
 
 METADATA = "blockres"
 """The key under which the file describes its model."""
@@ -44,8 +46,8 @@ def export_model(source: Path, file: Path) -> None:
     unfinished.replace(file)
 
 
-def load_model(file: Path) -> GPT:
-    """The unsplit model from a file that `export_model` has written.
+def load_model(file: Path) -> nn.Module:
+    """The unsplit model from a file that `export_model` has written: a `GPT`, or a model of transformers.
 
     Raises:
         ValueError: where the file is another, or damaged.
@@ -63,13 +65,18 @@ def load_model(file: Path) -> GPT:
 def _description(found: Checkpoint) -> dict[str, Any]:
     try:
         model = {field.name: found.settings[flag(field.name)] for field in dataclasses.fields(GPTConfig)}
-        return {"model": model, "dtype": found.settings[flag("dtype")], "step": found.step}
+        others = {name: found.settings[flag(name)] for name in ("dtype", "sequence_length")}
+        return {"family": found.settings.get(flag("model"), "gpt"), "model": model, "step": found.step, **others}
     except KeyError as error:
         raise ValueError(f"{found.path / checkpoint.MANIFEST} is damaged: it has no {error}") from error
 
 
-def _build(description: dict[str, Any]) -> GPT:
-    return GPT(GPTConfig(**description["model"]), dtype=getattr(torch, description["dtype"]))
+def _build(description: dict[str, Any]) -> nn.Module:
+    shape, dtype = GPTConfig(**description["model"]), getattr(torch, description["dtype"])
+    family = description.get("family", "gpt")
+    if family == "gpt":
+        return GPT(shape, dtype=dtype)
+    return random_model(family, shape, sequence_length=description["sequence_length"], dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Run:
         self.journal.say(
             f"{self.corpus.name}: {len(self.corpus.tokens):,} {unit}s, {len(split.train):,} to train on, "
             f"{len(split.validation):,} for validation\n"
-            f"{config.model.num_sublayers} sublayers, {config.model.residual} residual"
+            f"{_model_words(config.run.model)}{config.model.num_sublayers} sublayers, {config.model.residual} residual"
             f"{_block_words(config.model.block)}, {num_parameters:,} parameters\n"
             f"{config.parallel.dp_size} × {routing.pp_size} processes on {self.trainer.device.type}, "
             f"{config.parallel.virtual_stages} stages each ({config.parallel.schedule}, "
@@ -221,6 +221,10 @@ class Run:
             files.append(self.out / "depth_weights.png")
             plots.draw_depth_weights(files[-1], depth.numpy(), self.config.model.block)
         return files
+
+
+def _model_words(model: str) -> str:
+    return "" if model == "gpt" else f"{model} with random weights, "
 
 
 def _block_words(sublayers_per_block: int | None) -> str:

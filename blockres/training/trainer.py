@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from blockres.models.gpt import GPT, next_token_loss, probe_depth
+from blockres.models import causal_lm_loss
+from blockres.models.gpt import GPT, probe_depth
 from blockres.pipeline import (
     BlockCache,
     BlockResStage,
@@ -31,6 +32,7 @@ from blockres.training.checkpoint import Checkpoint
 from blockres.training.config import TrainConfig
 from blockres.training.data import Split
 from blockres.training.depth import DepthWeights
+from blockres.training.networks import build_parts
 from blockres.training.state import model_and_optimizer, random_state, set_random_state
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -77,10 +79,12 @@ class Trainer:
         self.cache = BlockCache()
         self.my_stages = self.routing.stages_of(self.pp_rank)
         self.has_first, self.has_last = 0 in self.my_stages, num_stages - 1 in self.my_stages
-        self.parts = [self._build_part(index) for index in self.my_stages]
+        self.parts = build_parts(config, self.routing, self.my_stages, device)
+        if dp_size > 1:
+            self._shard_parts()
         self.stages = [self._build_stage(part, index) for part, index in zip(self.parts, self.my_stages, strict=True)]
         self.schedule = build_schedule(
-            config.parallel.schedule, self.stages, config.parallel.num_microbatches, next_token_loss
+            config.parallel.schedule, self.stages, config.parallel.num_microbatches, causal_lm_loss
         )
         self.optimizer = optim.make_optimizer(self.parts, config.optimizer)
 
@@ -120,7 +124,7 @@ class Trainer:
         """Mean loss over the validation batches in nats per token, equal on all ranks; `depth` notes the weights."""
         with probe_depth(self.parts, depth.add) if depth else nullcontext():
             losses = [
-                self._run(self.schedule.eval, self.split.validation_batch(index))
+                self._run(self.schedule.eval, self.split.validation_batch(index), loss_kwargs={"router_loss": False})
                 for index in range(self.num_eval_batches)
             ]
         for part in self.parts:
@@ -150,8 +154,11 @@ class Trainer:
             set_random_state(states, dist.get_rank(), self.device)
 
     def new_depth_weights(self) -> DepthWeights | None:
-        """To be filled by an evaluation; None for a standard residual, which weighs nothing."""
-        block = self.config.model.block
+        """To be filled by an evaluation; None for a standard residual, which weighs nothing.
+
+        And None for models of transformers, which are not asked for their weights.
+        """
+        block = self.config.model.block if self.config.run.model == "gpt" else None
         return DepthWeights(self.config.model.num_sublayers, block, self.device) if block else None
 
     def num_parameters(self) -> int:
@@ -182,29 +189,15 @@ class Trainer:
         entries, size = peak.tolist()
         return entries, size
 
-    def _build_part(self, index: int) -> GPT:
-        sublayers = self.routing.sublayers(index)
-        part = GPT(
-            self.config.model,
-            sublayers.start,
-            sublayers.stop,
-            seed=self.config.run.seed,
-            dtype=self.config.dtype,
-            device=self.device,
-            activation_checkpointing=self.config.run.activation_checkpointing,
-        )
-        if self.config.run.compile:
-            for sublayer in part.sublayers.values():
-                sublayer.compile()
-        if self.config.parallel.dp_size > 1:
-            # DistributedDataParallel would not see backwards that run in halves. The part is one unit since its
-            # sublayers' norms are read outside of them, in the aggregation. The embedding's rows, which it returns, are
-            # a view, and FSDP warns of writing into such in place, which nobody does.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    def _shard_parts(self) -> None:
+        # DistributedDataParallel would not see backwards that run in halves. The part is one unit since its sublayers'
+        # norms are read outside of them, in the aggregation. The embedding's rows, which it returns, are a view, and
+        # FSDP warns of writing into such in place, which nobody does.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        for part in self.parts:
             fully_shard(part, mesh=self.mesh["dp"])
-        return part
 
-    def _build_stage(self, part: GPT, index: int) -> BlockResStage:
+    def _build_stage(self, part: nn.Module, index: int) -> BlockResStage:
         return BlockResStage(
             part,
             index,
@@ -215,9 +208,10 @@ class Trainer:
             dtype=self.config.dtype,
             pipeline_dtype=self.config.pipeline_dtype,
             group=self.pp,
+            tally_shape=getattr(part, "tally_shape", None),
         )
 
-    def _run(self, run: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+    def _run(self, run: Callable[..., Any], batch: tuple[Tensor, Tensor], **options: Any) -> Tensor:
         """Put this replica's share of a batch through the pipeline.
 
         Returns what it adds to the mean loss over all replicas; 0 on ranks that do not know it.
@@ -231,13 +225,19 @@ class Trainer:
             target=targets if self.has_last else None,
             losses=losses,
             return_outputs=False,
+            **options,
         )
         mean = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.device)
         return mean / self.config.parallel.dp_size
 
+    @property
+    def _has_tied_copy(self) -> bool:
+        """Whether the last stage has a copy of the first one's embedding."""
+        return self.config.model.tie_weights and self.routing.num_stages > 1
+
     def _sum_tied_gradients(self) -> None:
         """Add what the copies of a tied embedding have each found."""
-        if not self.config.model.tie_weights or self.routing.num_stages == 1:
+        if not self._has_tied_copy:
             return
         if self.has_first and self.has_last:
             first, last = _embedding_gradient(self.parts[0]), _embedding_gradient(self.parts[-1])
@@ -250,7 +250,7 @@ class Trainer:
 
     def _named_parameters(self, copies: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Of this rank's parts; without `copies`, those that do not count on another stage."""
-        tied_copy = self.parts[-1].embedding if self.has_last and self.routing.num_stages > 1 else None
+        tied_copy = self.parts[-1].embedding if self.has_last and self._has_tied_copy else None
         for part in self.parts:
             for name, parameter in part.named_parameters():
                 if copies or tied_copy is None or parameter is not tied_copy.weight:

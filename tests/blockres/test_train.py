@@ -213,7 +213,7 @@ def test_help_needs_no_other_rank(capsys):
     said = capsys.readouterr().out
     for flag in shlex.split(
         "--dp-size --virtual-stages --schedule --num-microbatches --dtype --pipeline-dtype --sublayers-per-block "
-        "--residual --steps --data --out --seed --device --cache --no-cache --dim --num-layers --batch-size "
+        "--model --residual --steps --data --out --seed --device --cache --no-cache --dim --num-layers --batch-size "
         "--sequence-length --learning-rate --warmup-steps --eval-interval"
     ):
         assert flag in said

@@ -19,7 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.distributed.pipelining", "blockres.pipeline", "blockres.train"]
+PRELOADED = [
+    "torch",
+    "torch.distributed.pipelining",
+    "blockres.pipeline",
+    "blockres.train",
+    "transformers.models.llama.modeling_llama",
+]
 """What the process that ranks are forked from imports; it is started once, for all tests."""
 
 

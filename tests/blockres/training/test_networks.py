@@ -1,0 +1,109 @@
+"""The command with models of transformers: over two ranks with two stages each, as one process with the whole model."""
+
+import re
+from typing import get_args
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from blockres.models import FAMILIES
+from blockres.models.gpt import GPTConfig, next_token_loss
+from blockres.pipeline import SCHEDULES
+from blockres.training import checkpoint, export
+from blockres.training.config import Model, Schedule
+from blockres.training.data import Split, load_corpus
+from blockres.training.networks import ROUTER_LOSS, random_model
+from tests.support.command import losses, refusals, run_alone, run_ranks
+
+EXACT = ["--dtype", "float64", "--sublayers-per-block", "3", "--clip-norm", "0.5"]
+SHAPE = GPTConfig(dim=32, num_layers=4, num_heads=2, num_kv_heads=1)  # as the tests' flags have it
+NARROW = ["--dtype", "bfloat16", "--steps", "2", "--sublayers-per-block", "3"]
+
+
+def test_flags_offer_what_there_is():
+    assert get_args(Schedule) == tuple(SCHEDULES)
+    assert set(get_args(Model)) - {"gpt"} <= FAMILIES.keys()
+
+
+def test_a_pipeline_follows_the_unsplit_run_goes_on_and_is_exported(tmp_path):
+    """Through checkpoints written by one layout and read by another, with the loss that balances Mixtral's experts."""
+    flags = ["--model", "mixtral", *EXACT]
+    unsplit = run_alone(tmp_path / "unsplit", *flags, "--virtual-stages", "1")
+    pipeline = run_ranks(tmp_path, 2, *flags, "--checkpoint-interval", "2")
+    assert losses(pipeline) == pytest.approx(losses(unsplit), rel=1e-10)
+    said = (tmp_path / "rank-1.txt").read_text()
+    assert "mixtral with random weights, 8 sublayers, block residual (3 sublayers per block)" in said
+    assert "sent per microbatch  5 units, 40.1 KiB forward with the cache" in said
+    halfway = checkpoint.checkpoint_path(tmp_path / "out", 2)
+    resumed = run_alone(tmp_path / "resumed", *flags, "--resume", str(halfway))
+    assert losses(resumed)[-2:] == pytest.approx(losses(unsplit)[-2:], rel=1e-10)
+    whole = _exported(tmp_path)
+    assert type(whole).__name__ == "MixtralForCausalLM"
+    ends = checkpoint.Checkpoint.open(checkpoint.checkpoint_path(tmp_path / "unsplit", 4))
+    state = {f"model.{name}": torch.empty_like(p) for name, p in whole.named_parameters()}
+    ends.load(state)
+    assert all(torch.allclose(p, state[f"model.{name}"], rtol=1e-8) for name, p in whole.named_parameters())
+
+
+def _exported(folder) -> nn.Module:
+    file = folder / "model.safetensors"
+    export.export_model(folder / "out", file)
+    return export.load_model(file)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "mixtral"])
+def test_the_training_dtype_is_that_on_the_wire(tmp_path, family):
+    """5 units of 2 × 16 × 32 bfloat16 numbers, and in 3 hops Mixtral's 2 × 4 float32 sums."""
+    trained = losses(run_ranks(tmp_path, 2, "--model", family, *NARROW))
+    assert len(trained) == 6
+    assert 5.0 < trained[-1] < trained[0] < 6.0
+    sent = "10.1" if family == "mixtral" else "10.0"
+    assert f"sent per microbatch  5 units, {sent} KiB forward" in (tmp_path / "rank-1.txt").read_text()
+
+
+def test_evaluations_leave_the_router_loss_out(tmp_path):
+    flags = ["--model", "mixtral", "--dtype", "float64", "--steps", "1", "--eval-interval", "1"]
+    validation, step, _ = run_alone(tmp_path, *flags, "--num-microbatches", "1")
+    model = random_model("mixtral", SHAPE, sequence_length=16, dtype=torch.float64)
+    split = Split.of(load_corpus(None, SHAPE.vocab_size), 0.1, sequence_length=16, batch_size=8)
+    inputs, targets = split.validation_batch(0)
+    with torch.no_grad():
+        plain = next_token_loss(model(inputs).logits, targets).item()
+        inputs, targets = split.training_batch(0, 0)
+        out = model(inputs)
+        expected = next_token_loss(out.logits, targets) + ROUTER_LOSS * out.aux_loss
+    assert validation["validation_loss"] == pytest.approx(plain, rel=1e-10)
+    assert step["loss"] == pytest.approx(expected.item(), rel=1e-10)
+
+
+def test_initial_values_are_the_seeds_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one, same, other = (
+        random_model("llama", SHAPE, sequence_length=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 0, 1)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert one.lm_head.weight.dtype == torch.float32
+    assert torch.equal(one.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tie-weights"], "--tie-weights is for the built-in model: leave it out with --model llama"),
+        (["--compile"], "--compile is for the built-in model: leave it out with --model llama"),
+    ],
+)
+def test_flags_of_the_built_in_model_are_refused(tmp_path, capsys, flags, message):
+    given = ["--out", str(tmp_path), "--model", "llama", *flags]
+    assert message in refusals(capsys, given, given)
+
+
+def test_missing_transformers_are_named(tmp_path, capsys):
+    given = ["--out", str(tmp_path), "--model", "gpt2"]
+    with mock.patch("blockres.training.config.find_spec", return_value=None):
+        refused = refusals(capsys, given, given)
+    assert re.search(r"--model gpt2 is built by transformers, .* pip install 'blockres\[hf\]'", refused)

@@ -75,29 +75,45 @@ def _body(func: Any) -> Callable | None:
     return None if definition is None else definition._init_fn
 
 
+def configurations(name: str) -> int:
+    """Among how many configurations this implementation's kernels choose at the most."""
+    return max((len(kernel.configs) for module in _modules(name) for kernel in _tuned(module)), default=1)
+
+
 @contextlib.contextmanager
-def peer(name: str) -> Iterator[None]:
-    """Let the kernels of this implementation take CPU tensors; nothing happens for one without kernels of its own."""
+def peer(name: str, configuration: int = 0) -> Iterator[None]:
+    """Let the kernels of this implementation take CPU tensors; nothing happens for one without kernels of its own.
+
+    A kernel that chooses between configurations has the one at this place in its list, or the last.
+    """
     with contextlib.ExitStack() as stack:
-        modules = [importlib.import_module(module) for module in PEER_MODULES.get(name, ())]
+        modules = _modules(name)
         if modules:
             from triton.runtime import interpreter
 
             stack.enter_context(mock.patch.object(interpreter, "range", _loop_range, create=True))
             stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True), create=True))
         for module in modules:
-            _make_interpretable(module, stack)
+            _make_interpretable(module, stack, configuration)
         yield
 
 
-def _make_interpretable(module: ModuleType, stack: contextlib.ExitStack) -> None:
+def _modules(name: str) -> list[ModuleType]:
+    return [importlib.import_module(module) for module in PEER_MODULES.get(name, ())]
+
+
+def _tuned(module: ModuleType) -> list[Any]:
+    """The module's kernels that choose between configurations."""
+    return [value for value in vars(module).values() if hasattr(value, "configs") and hasattr(value, "fn")]
+
+
+def _make_interpretable(module: ModuleType, stack: contextlib.ExitStack, configuration: int) -> None:
     stack.enter_context(mock.patch.object(module, "range", _loop_range, create=True))
     for helper, replacement in (("wrap_triton", lambda kernel: kernel), ("_architecture_id", lambda device: 90)):
         if hasattr(module, helper):
             stack.enter_context(mock.patch.object(module, helper, replacement))
-    for value in vars(module).values():
-        if hasattr(value, "configs") and hasattr(value, "fn"):
-            stack.enter_context(mock.patch.object(value, "configs", value.configs[:1]))
+    for kernel in _tuned(module):
+        stack.enter_context(mock.patch.object(kernel, "configs", kernel.configs[: configuration + 1][-1:]))
 
 
 class _Index(int):

@@ -5,7 +5,7 @@ here.
 
 Forward and backward of every operation that a package has are called, and what they launch is compiled instead of run,
 as `bench.resources` does for blockres. Where a package leaves the choice between several configurations to the moment
-it first runs on a GPU, the one shown is the first of its list.
+it first runs on a GPU, the one shown is the first of its list that does not spill, or the one that spills least.
 """
 
 import argparse
@@ -20,8 +20,8 @@ import torch
 from bench import environment, resources
 from bench.cases import OPERATIONS, Operation, Shape, leaves, make_inputs
 from bench.implementations import Implementation, find
-from bench.interpreted import PEER_MODULES, KernelMode, peer
-from bench.launches import recorded
+from bench.interpreted import PEER_MODULES, KernelMode, configurations, peer
+from bench.launches import Launch, recorded
 from bench.tables import markdown
 
 SHAPES = ("9x16x1024x4", "9x16x4096x4")
@@ -30,16 +30,40 @@ NAMES = ("blockres", *PEER_MODULES)
 
 
 def usages(implementation: Implementation, shape: Shape, target: str) -> Iterator[resources.Usage]:
-    """One for each different kernel that the operations launch, bfloat16."""
-    gpu = resources.TARGETS[target]
+    """One for each launch of the operations, bfloat16."""
     for operation in OPERATIONS.values():
         if implementation.operation(operation.name) is not None:
-            with peer(implementation.name), KernelMode():
-                launches = recorded(partial(_train, implementation, operation, shape), gpu.warp_size)
-            for launched in launches:
-                source, options, _ = resources.specialized(launched, gpu)
-                shown = resources.Shape(shape.dim, shape.sources)
-                yield resources.usage_of(operation.name, shown, target, source, options, launched.rows)
+            yield from _least_spilling(implementation, operation, shape, target)
+
+
+def _least_spilling(
+    implementation: Implementation, operation: Operation, shape: Shape, target: str
+) -> list[resources.Usage]:
+    found: list[resources.Usage] = []
+    for configuration in range(configurations(implementation.name)):
+        launches = _launches(implementation, operation, shape, target, configuration)
+        if not found:
+            found = [_compiled(launched, operation, shape, target) for launched in launches]
+        for i, launched in enumerate(launches):
+            if configuration and found[i].spilled:
+                another = _compiled(launched, operation, shape, target)
+                found[i] = min(found[i], another, key=lambda usage: usage.spilled)
+        if not any(usage.spilled for usage in found):
+            break
+    return found
+
+
+def _launches(
+    implementation: Implementation, operation: Operation, shape: Shape, target: str, configuration: int
+) -> list[Launch]:
+    with peer(implementation.name, configuration), KernelMode():
+        return recorded(partial(_train, implementation, operation, shape), resources.TARGETS[target].warp_size)
+
+
+def _compiled(launched: Launch, operation: Operation, shape: Shape, target: str) -> resources.Usage:
+    source, options, _ = resources.specialized(launched, resources.TARGETS[target])
+    shown = resources.Shape(shape.dim, shape.sources)
+    return resources.usage_of(operation.name, shown, target, source, options, launched.rows)
 
 
 def _train(implementation: Implementation, operation: Operation, shape: Shape) -> None:

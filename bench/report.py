@@ -111,7 +111,8 @@ SECTIONS = {
     "resources": Section(
         "Kernels compiled for a GPU that is not here",
         _plain_table,
-        note="Registers of a thread; bytes that a thread spills; accesses of vectors that are less than 16 bytes wide.",
+        note="Registers of a thread; bytes that a thread spills; accesses of vectors that are less than 16 bytes wide. "
+        "Of a package's own configurations the first that does not spill, or the one that spills least.",
     ),
     "cpu": Section(
         "CPU",

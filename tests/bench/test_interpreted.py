@@ -1,10 +1,13 @@
 """Running kernels, and other packages' custom ops, on CPU tensors."""
 
+import contextlib
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
-from bench.interpreted import KernelMode, _loop_range, peer
+from bench.interpreted import KernelMode, _loop_range, _make_interpretable, configurations, peer
 
 
 @torch.library.custom_op("blockres_bench_test::twice", mutates_args=(), device_types="cuda")
@@ -43,3 +46,14 @@ def test_loop_indices_are_numbers_that_take_a_dtype():
 def test_implementations_without_kernels_are_left_alone():
     with peer("eager"):
         assert not torch.ones(1).is_cuda
+
+
+@pytest.mark.parametrize(("configuration", "chosen"), [(0, "first"), (1, "second"), (5, "second")])
+def test_a_kernel_that_would_choose_has_one_configuration_meanwhile(configuration, chosen):
+    module = ModuleType("kernels")
+    module.kernel = SimpleNamespace(configs=["first", "second"], fn=None)
+    with contextlib.ExitStack() as stack:
+        _make_interpretable(module, stack, configuration)
+        assert module.kernel.configs == [chosen]
+    assert module.kernel.configs == ["first", "second"]
+    assert configurations("eager") == 1

@@ -24,7 +24,7 @@ def is_script(snippet: str) -> bool:
 
 def test_all_guides_are_found():
     pages = {page.stem for page in GUIDES}
-    assert pages == {"README", "hugging-face", "own-training-loop", "kimi-k3", "pipeline", "kernels-only"}
+    assert pages == {"README", "hugging-face", "own-training-loop", "inference", "kimi-k3", "pipeline", "kernels-only"}
     for page in GUIDES:
         assert page.stem == "README" or len(snippets(page, "python")) >= 3, page
         linked = re.findall(r"\]\(([\w-]+\.md)\)", page.read_text())

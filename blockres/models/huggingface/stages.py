@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from blockres.models.gpt import next_token_loss
-from blockres.models.huggingface.apply import (
-    _PLAN,
-    SETTINGS,
-    Stream,
+from blockres.models.huggingface.apply import SETTINGS
+from blockres.models.huggingface.changed import (
+    PLAN,
+    Changed,
+    ChangedDecoder,
+    Plan,
     Travelling,
-    _build,
-    _Changed,
-    _changed_class,
-    _Decoder,
-    _decoder,
-    _Plan,
+    build_stream,
+    changed_class,
+    decoder_of,
 )
 from blockres.models.huggingface.families import Family, Sublayer
 from blockres.models.instance_class import take_class
 from blockres.modules import BlockAttnRes
+from blockres.streams import Stream
 
 if TYPE_CHECKING:  # which refuses engines that are not tested, and only its users need one
     from blockres.pipeline import BlockRouting
@@ -71,8 +71,8 @@ def pipeline_part(
         ValueError: where the model has not been changed, the routing is another model's, head and embedding share a
             matrix, or there are parameters that no stage would own.
     """
-    decoder = _decoder(model)
-    if not isinstance(decoder, _Decoder) or isinstance(model, PipelinePart):
+    decoder = decoder_of(model)
+    if not isinstance(decoder, ChangedDecoder) or isinstance(model, PipelinePart):
         raise ValueError(f"a whole model that apply_attn_res has changed is expected, got {type(model).__name__}")
     family, whole = decoder._plan.family, decoder._plan.residual
     _check_routing(routing, whole)
@@ -83,7 +83,7 @@ def pipeline_part(
     setattr(part, str(model.base_model_prefix), part_decoder)
     setattr(part_decoder, SETTINGS, residual)
     setattr(part_decoder, family.layers, _layers(decoder, family, residual, own, dtype))
-    setattr(part_decoder, _PLAN, _PartPlan(family, residual, (), dtype))
+    setattr(part_decoder, PLAN, _PartPlan(family, residual, (), dtype))
     if index > 0:
         _leave_out_embeddings(part_decoder, family)
     if not is_last:
@@ -104,7 +104,7 @@ def causal_lm_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor, *, r
     return loss + auxiliary.sum() if router_loss else loss
 
 
-class PipelinePart(_Changed):
+class PipelinePart(Changed):
     """What one stage runs of a model; `pipeline_part` makes it."""
 
     device: torch.device
@@ -155,7 +155,7 @@ class PipelinePart(_Changed):
         return (self.router_aux_loss_coef * balance)[None]
 
 
-class _PartDecoder(_Decoder):
+class _PartDecoder(ChangedDecoder):
     _router_logits: tuple[Tensor, ...] = ()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ class _PartDecoder(_Decoder):
         return taken
 
 
-class _PartPlan(_Plan):
+class _PartPlan(Plan):
     """A layer's plan in a part that runs some of its sublayers.
 
     Args:
@@ -209,7 +209,7 @@ class _Exit(nn.Module):
     _state: State | None = None
 
     def forward(self, hidden_states: Travelling) -> Tensor:
-        self._state = sources, partial = _build(hidden_states).state()
+        self._state = sources, partial = build_stream(hidden_states).state()
         return sources[-1] if partial is None else partial
 
     def take(self) -> State:
@@ -225,13 +225,13 @@ class _NoEmbedding(nn.Module):
         return torch.zeros((), device=tokens.device)
 
 
-def _twin(module: nn.Module, change: type[_Changed] | None = None) -> Any:
+def _twin(module: nn.Module, change: type[Changed] | None = None) -> Any:
     """A module of its own over the same parameters and children; `change`: and of the class with that change."""
     kind = type(module)
     twin = kind.__new__(kind)
     vars(twin).update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(module).items()})
     if change is not None:
-        take_class(twin, _changed_class(module._original if isinstance(module, _Changed) else kind, change))
+        take_class(twin, changed_class(module._original if isinstance(module, Changed) else kind, change))
     return twin
 
 
@@ -242,7 +242,7 @@ def _layers(
     for position, layer in enumerate(getattr(decoder, family.layers)):
         kept = tuple(sublayer for place, sublayer in enumerate(family.sublayers) if position * size + place in own)
         twin = _twin(layer)
-        setattr(twin, _PLAN, _PartPlan(family, residual, kept, dtype))
+        setattr(twin, PLAN, _PartPlan(family, residual, kept, dtype))
         for name in _names(family.sublayers) - _names(kept):
             setattr(twin, name, None)
         layers.append(twin)

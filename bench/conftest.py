@@ -1,7 +1,7 @@
 """Options of `pytest bench --benchmark-only`, and the fixture that times a piece of work.
 
     --implementation, --operation, --direction, --dtype, --shape, --stack     only these; each may be given again
-    --long                   the sweeps that the plots are drawn from
+    --long                   the sweeps that the plots are drawn from, and all that has to be compiled for long
     --seconds                how long each case is timed
     --device                 cuda where there is one
 
@@ -82,8 +82,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("dtype", tuple(DTYPES)),
     ):
         group.addoption(f"--{name}", action="append", choices=choices, help="only this one; may be given again")
-    group.addoption("--shape", action="append", help="sources x tokens x dim [x queries]")
-    group.addoption("--stack", action="append", help="sublayers x sublayers per block x tokens x dim")
+    group.addoption("--shape", action="append", help="sources x tokens x dim [x queries]; may be given again")
+    group.addoption(
+        "--stack", action="append", help="sublayers x sublayers per block x tokens x dim; may be given again"
+    )
     group.addoption("--long", action="store_true", help="the sweeps over sources, tokens and hidden size as well")
     group.addoption("--seconds", type=float, default=1.0, help="how long each case is timed")
     group.addoption("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")

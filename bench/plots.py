@@ -211,6 +211,7 @@ def _stacked(axes: Axes, rows: Sequence[Row]) -> None:
         axes.errorbar(forward + backward, j, xerr=whiskers[name], **WHISKERS)
         axes.bar_label(bar, [f"{forward + backward:.3g}"], padding=3, fontsize=8)
     axes.margins(x=0.15)
+    axes.set_xlim(left=0)
     _names_down(axes, names)
 
 

@@ -27,6 +27,7 @@ import torch
 
 from bench import environment
 from bench.cases import DIRECTIONS, DTYPES, OPERATIONS, Shape
+from bench.decoding import VARIANTS, decoding_bytes, decoding_work, verify_decoding
 from bench.implementations import REGISTRY, Implementation, Missing, find
 from bench.streams import StackShape
 from bench.tables import markdown, number
@@ -53,7 +54,8 @@ CHECKED = (
 )
 TIMED = ("9x8192x4096x16", "9x8192x7168x16")  # a width that every package takes, then that of the goals
 STACK = "128x16x4096x4096"
-DRY_CHECKED, DRY_TIMED, DRY_STACK = ("3x3x20x2",), ("2x3x64x2",), "3x2x3x64"
+DECODED = ("128x16x1x4096", "128x16x32x4096")
+DRY_CHECKED, DRY_TIMED, DRY_STACK, DRY_DECODED = ("3x3x20x2",), ("2x3x64x2",), "3x2x3x64", ("3x2x2x64",)
 GOALS = {"forward": 0.90, "backward": 0.85}
 ORDER = (
     "blockres",
@@ -217,6 +219,33 @@ def _time_stack(
     )
 
 
+def time_decoding(run: Run, shapes: Sequence[str]) -> None:
+    for shape in map(StackShape.parse, shapes):
+        for variant in VARIANTS:
+            _time_decoding(run, variant, shape)
+
+
+def _time_decoding(run: Run, variant: str, shape: StackShape) -> None:
+    dtype = torch.bfloat16
+
+    def work() -> dict[str, Any]:
+        problem = wrong_stack(verify_decoding(variant, shape, dtype, run.device), dtype)
+        if problem:
+            return {"problem": f"wrong: {problem}"}
+        nbytes = decoding_bytes(variant, shape, dtype)
+        return run.time(decoding_work(variant, shape, dtype, run.device), nbytes)
+
+    run.attempt(
+        f"decoding in a CUDA graph {shape} {variant}",
+        variant.split()[0],
+        work,
+        part="stack",
+        direction="decoding",
+        shape=str(shape),
+        variant=variant,
+    )
+
+
 def tables(run: Run) -> str:
     """The short table: what the goals are about first."""
     checks = [row for row in run.rows if row["part"] == "check"]
@@ -322,6 +351,8 @@ def _run(options: argparse.Namespace) -> int:
     for implementation in implementations:
         time_operations(run, implementation, shapes if implementation.name == "blockres" else shapes[:1])
         time_stacks(run, implementation, stack)
+        if implementation.name == "blockres":
+            time_decoding(run, DRY_DECODED if options.dry_run else DECODED)
     for implementation in implementations:
         if implementation.name != "blockres":
             time_operations(run, implementation, shapes[1:])

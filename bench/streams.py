@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bench.cases import EPS
 from bench.implementations import Implementation, Norm, rms_norm
 from blockres import BlockAttnRes
+from blockres.inference import Bank
 
 
 class Stream(Protocol):
@@ -224,8 +225,10 @@ class TwoPhaseStream(_BlockStream):
 class BlockresStream:
     """What users of blockres run: `BlockAttnRes`, with these parameters."""
 
-    def __init__(self, parameters: Parameters, embedding: Tensor, per_block: int, recompute: bool) -> None:
-        self._stream = parameters.residual(per_block, recompute).stream(embedding)
+    def __init__(
+        self, parameters: Parameters, embedding: Tensor, per_block: int, recompute: bool, bank: Bank | None = None
+    ) -> None:
+        self._stream = parameters.residual(per_block, recompute).stream(embedding, bank=bank)
 
     def read(self, norm_weight: Tensor | None) -> Tensor:
         return self._stream.read(None if norm_weight is None else (norm_weight, EPS))

@@ -1,4 +1,4 @@
-"""Measurements of blockres, beside the textbook formula and other packages.
+"""Measurements of blockres, beside the textbook formula and other packages (`pip install -e '.[bench]'`).
 
 pytest bench --benchmark-only        times of operations and stacks (options: bench/conftest.py)
 python -m bench.device               everything on a GPU, in one run

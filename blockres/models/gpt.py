@@ -9,10 +9,10 @@ Letters: B batch, T tokens, D hidden size, H heads, K key-value heads, E head si
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -250,8 +250,14 @@ class GPT(nn.Module):
             self.depth_probe(index, stream.weights())
 
 
+class Probed(Protocol):
+    """A model, or a part of one, that can be asked for its weights: `GPT`, or what `pipeline_part` returns."""
+
+    depth_probe: Callable[[int, Tensor], None] | None
+
+
 @contextmanager
-def probe_depth(parts: list[GPT], probe: Callable[[int, Tensor], None]) -> Iterator[None]:
+def probe_depth(parts: Sequence[Probed], probe: Callable[[int, Tensor], None]) -> Iterator[None]:
     """While it lasts, every forward of `parts` hands `probe` each aggregation's index and softmax weights `[N, B, T]`.
 
     The weights are in the order of the sources, the open block's partial sum last.

@@ -154,11 +154,8 @@ class Trainer:
             set_random_state(states, dist.get_rank(), self.device)
 
     def new_depth_weights(self) -> DepthWeights | None:
-        """To be filled by an evaluation; None for a standard residual, which weighs nothing.
-
-        And None for models of transformers, which are not asked for their weights.
-        """
-        block = self.config.model.block if self.config.run.model == "gpt" else None
+        """To be filled by an evaluation; None for a standard residual, which weighs nothing."""
+        block = self.config.model.block
         return DepthWeights(self.config.model.num_sublayers, block, self.device) if block else None
 
     def num_parameters(self) -> int:

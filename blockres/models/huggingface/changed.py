@@ -10,6 +10,7 @@ does.
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,19 +35,25 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 class Plan:
-    """What the changed modules know of. No `nn.Module`, so that no parameter gets a second name through them."""
+    """What the changed modules know of. No `nn.Module`, so that no parameter gets a second name through them.
+
+    Attributes:
+        probe: where it is set, every forward hands it each aggregation's index and softmax weights `[N, B, T]`.
+    """
 
     def __init__(self, family: Family, residual: BlockAttnRes) -> None:
         self.family, self.residual = family, residual
-
-    @property
-    def sublayers(self) -> tuple[Sublayer, ...]:
-        """What a layer runs."""
-        return self.family.sublayers
+        self.probe: Callable[[int, Tensor], None] | None = None
 
     def stream(self, hidden_states: Tensor | Travelling, arguments: dict[str, Any]) -> Stream:
         """A layer's own stream, from the layer before or, in the first one, on the embedding."""
         return build_stream(hidden_states) if isinstance(hidden_states, dict) else self.residual.stream(hidden_states)
+
+    def read(self, stream: Stream, fused: tuple[Tensor, float] | None) -> Tensor:
+        """What comes next in a stream, through a norm that is fused."""
+        if self.probe is not None:
+            self.probe(stream.position, stream.weights())
+        return stream.read(fused)
 
 
 class Changed(InstanceClass):
@@ -81,13 +88,16 @@ def changed_class(original: type[nn.Module], change: type[Changed]) -> type[Chan
 
 
 class ChangedLayer(Changed):
+    sublayers: tuple[Sublayer, ...] | None = None
+    """What the layer runs, where that is not what its family says."""
+
     def run(self, hidden_states: Tensor | Travelling, *args: Any, **kwargs: Any) -> Travelling:
         _check_checkpointing(self)
         plan = self._plan
         arguments = _arguments(self, plan.family, args, kwargs)
         stream = plan.stream(hidden_states, arguments)
-        for sublayer in plan.sublayers:
-            stream.write(_update(self, sublayer, plan.family, stream, arguments))
+        for sublayer in plan.family.sublayers if self.sublayers is None else self.sublayers:
+            stream.write(_update(self, sublayer, stream, arguments))
         return _take_down(stream)
 
 
@@ -97,7 +107,8 @@ class ChangedFinalNorm(Changed):
             return self._original.forward(self, hidden_states)
         stream = build_stream(hidden_states)
         fused = rms_norm(self, self._plan.family)
-        return self._original.forward(self, stream.read()) if fused is None else stream.read(fused)
+        output = self._plan.read(stream, fused)
+        return self._original.forward(self, output) if fused is None else output
 
 
 class ChangedDecoder(Changed):
@@ -118,19 +129,16 @@ def build_stream(parts: Travelling) -> Stream:
     return stream
 
 
-def _update(layer: nn.Module, sublayer: Sublayer, family: Family, stream: Stream, arguments: dict[str, Any]) -> Tensor:
-    inputs = _read(stream, None if sublayer.norm is None else getattr(layer, sublayer.norm), family)
+def _update(layer: ChangedLayer, sublayer: Sublayer, stream: Stream, arguments: dict[str, Any]) -> Tensor:
+    norm = None if sublayer.norm is None else getattr(layer, sublayer.norm)
+    fused = None if norm is None else rms_norm(norm, layer._plan.family)
+    inputs = layer._plan.read(stream, fused)
+    if norm is not None and fused is None:
+        inputs = norm(inputs)
     update = getattr(layer, sublayer.module)(inputs, **(arguments if sublayer.takes_arguments else {}))
     if isinstance(update, tuple):
         update = update[0]
     return update if sublayer.post_norm is None else getattr(layer, sublayer.post_norm)(update)
-
-
-def _read(stream: Stream, norm: nn.Module | None, family: Family) -> Tensor:
-    if norm is None:
-        return stream.read()
-    fused = rms_norm(norm, family)
-    return norm(stream.read()) if fused is None else stream.read(fused)
 
 
 def _arguments(layer: ChangedLayer, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Letters: B batch, T tokens, D hidden size, E experts.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,8 +57,8 @@ def pipeline_part(
     (`attention_mask`, `position_ids`), to be given to the parts of all ranks.
 
     Where `config.output_router_logits` is set, parts have a `tally_shape`, to be given to `BlockResStage`; they take
-    and return a tally, and the last one returns `(logits, router_loss)`: the auxiliary loss over all layers, times its
-    coefficient, `[1]`. `causal_lm_loss` takes either.
+    and return a tally, and the last one returns `(logits, router_loss)`: the auxiliary loss over all layers
+    (transformers' `load_balancing_loss_func`), times its coefficient, `[1]`. `causal_lm_loss` takes either.
 
     Args:
         model: a causal language model that `apply_attn_res` has changed.
@@ -69,26 +69,31 @@ def pipeline_part(
 
     Raises:
         ValueError: where the model has not been changed, the routing is another model's, head and embedding share a
-            matrix, or there are parameters that no stage would own.
+            matrix, there are parameters that no stage would own, or buffers are on the meta device.
     """
     decoder = decoder_of(model)
     if not isinstance(decoder, ChangedDecoder) or isinstance(model, PipelinePart):
         raise ValueError(f"a whole model that apply_attn_res has changed is expected, got {type(model).__name__}")
     family, whole = decoder._plan.family, decoder._plan.residual
     _check_routing(routing, whole)
-    head = _check_model(model, decoder, family, whole=routing.num_stages == 1)
+    head = _check_model(model, decoder, family, split=routing.num_stages > 1)
     own, is_last = routing.sublayers(index), index == routing.num_stages - 1
     residual = _aggregations(whole, own, is_last)
     part, part_decoder = _twin(model, PipelinePart), _twin(decoder, _PartDecoder)
     setattr(part, str(model.base_model_prefix), part_decoder)
     setattr(part_decoder, SETTINGS, residual)
-    setattr(part_decoder, family.layers, _layers(decoder, family, residual, own, dtype))
-    setattr(part_decoder, PLAN, _PartPlan(family, residual, (), dtype))
+    setattr(part_decoder, family.layers, _layers(decoder, family, own))
     if index > 0:
         _leave_out_embeddings(part_decoder, family)
-    if not is_last:
+    if is_last:
+        setattr(part_decoder, family.final_norm, _twin(getattr(decoder, family.final_norm)))
+    else:
         setattr(part, head, None)
         setattr(part_decoder, family.final_norm, _Exit())
+    plan = _PartPlan(family, residual, dtype)
+    for module in part_decoder.modules():
+        if isinstance(module, Changed):
+            setattr(module, PLAN, plan)
     return part
 
 
@@ -107,10 +112,20 @@ def causal_lm_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor, *, r
 class PipelinePart(Changed):
     """What one stage runs of a model; `pipeline_part` makes it."""
 
+    base_model: Any
     device: torch.device
     num_experts: int
     num_experts_per_tok: int
     router_aux_loss_coef: float
+
+    @property
+    def depth_probe(self) -> Callable[[int, Tensor], None] | None:
+        """Where it is set, every forward hands it each aggregation's index and softmax weights (`probe_depth`)."""
+        return self.base_model._plan.probe
+
+    @depth_probe.setter
+    def depth_probe(self, probe: Callable[[int, Tensor], None] | None) -> None:
+        self.base_model._plan.probe = probe
 
     @property
     def tally_shape(self) -> tuple[int, int] | None:
@@ -124,7 +139,7 @@ class PipelinePart(Changed):
         tally: Tensor | None = None,
         **arguments: Any,
     ) -> Any:
-        decoder: Any = self.base_model
+        decoder = self.base_model
         given = {"input_ids": inputs} if isinstance(inputs, Tensor) else self._entering(inputs, partial)
         exit_ = getattr(decoder, decoder._plan.family.final_norm)
         with decoder._plan.autocast(self):
@@ -171,22 +186,11 @@ class _PartDecoder(ChangedDecoder):
 
 
 class _PartPlan(Plan):
-    """A layer's plan in a part that runs some of its sublayers.
+    """A part's plan; `dtype` is the stream's, None for the embedding's."""
 
-    Args:
-        own: those sublayers.
-        dtype: of the stream; None for the embedding's.
-    """
-
-    def __init__(
-        self, family: Family, residual: BlockAttnRes, own: tuple[Sublayer, ...], dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, family: Family, residual: BlockAttnRes, dtype: torch.dtype | None) -> None:
         super().__init__(family, residual)
-        self._own, self._dtype = own, dtype
-
-    @property
-    def sublayers(self) -> tuple[Sublayer, ...]:
-        return self._own
+        self._dtype = dtype
 
     def stream(self, hidden_states: Tensor | Travelling, arguments: dict[str, Any]) -> Stream:
         entering: State | None = arguments.pop(_STATE, None)
@@ -197,10 +201,9 @@ class _PartPlan(Plan):
         return self.residual.stream(hidden_states.to(self._dtype or hidden_states.dtype))
 
     def autocast(self, part: nn.Module) -> torch.autocast:
-        widest = max((parameter.dtype.itemsize for parameter in part.parameters()), default=0)
-        device = next((parameter.device.type for parameter in part.parameters()), "cpu")
-        narrow = self._dtype is not None and self._dtype.itemsize < widest
-        return torch.autocast(device, self._dtype if narrow else None, enabled=narrow)
+        parameter = next(part.parameters(), torch.empty(0))
+        narrow = self._dtype is not None and self._dtype.itemsize < parameter.dtype.itemsize
+        return torch.autocast(parameter.device.type, self._dtype if narrow else None, enabled=narrow)
 
 
 class _Exit(nn.Module):
@@ -235,14 +238,12 @@ def _twin(module: nn.Module, change: type[Changed] | None = None) -> Any:
     return twin
 
 
-def _layers(
-    decoder: nn.Module, family: Family, residual: BlockAttnRes, own: range, dtype: torch.dtype | None
-) -> nn.ModuleList:
+def _layers(decoder: nn.Module, family: Family, own: range) -> nn.ModuleList:
     layers, size = nn.ModuleList(), len(family.sublayers)
     for position, layer in enumerate(getattr(decoder, family.layers)):
         kept = tuple(sublayer for place, sublayer in enumerate(family.sublayers) if position * size + place in own)
         twin = _twin(layer)
-        setattr(twin, PLAN, _PartPlan(family, residual, kept, dtype))
+        twin.sublayers = kept
         for name in _names(family.sublayers) - _names(kept):
             setattr(twin, name, None)
         layers.append(twin)
@@ -290,13 +291,28 @@ def _check_routing(routing: "BlockRouting", whole: BlockAttnRes) -> None:
             )
 
 
-def _check_model(model: Any, decoder: nn.Module, family: Family, whole: bool) -> str:
-    """Make sure that every parameter will have an owner; returns the name of the head."""
+def _check_model(model: Any, decoder: nn.Module, family: Family, split: bool) -> str:
+    """Make sure that a model can be cut; returns the name of its head."""
     head = model.get_output_embeddings()
     names = [name for name, child in model.named_children() if child is head]
     if not names:
         raise ValueError(f"a causal language model with a head is expected, got {type(model).__name__}")
-    if not whole and head.weight is model.get_input_embeddings().weight:
+    if split:
+        _check_owners(model, decoder, family, head)
+    if _balances_experts(model):
+        _check_experts(model)
+    empty = next((name for name, buffer in model.named_buffers() if buffer.is_meta), None)
+    if empty is not None:
+        raise ValueError(
+            f"{empty} is a buffer on the meta device, and no state dict would fill it: build the model on a real one, "
+            f"or with its parameters alone on the meta device"
+        )
+    return names[0]
+
+
+def _check_owners(model: Any, decoder: nn.Module, family: Family, head: nn.Module) -> None:
+    """Make sure that each parameter has one stage that owns it."""
+    if head.weight is model.get_input_embeddings().weight:
         raise ValueError(
             "head and embedding share a matrix, which the first and the last stage would each train on their own: use "
             "tie_word_embeddings=False in the configuration"
@@ -305,14 +321,11 @@ def _check_model(model: Any, decoder: nn.Module, family: Family, whole: bool) ->
     beside = [(name, child) for name, child in model.named_children() if child is not decoder and child is not head]
     strays = [name for name, child in (*around, *beside) if any(True for _ in child.parameters())]
     strays += [name for owner in (model, decoder) for name in owner._parameters]
-    if strays and not whole:
+    if strays:
         raise ValueError(
             f"{type(model).__name__} has parameters outside of its embeddings, layers, final norm and head, which no "
             f"stage would own: {', '.join(strays)}"
         )
-    if _balances_experts(model):
-        _check_experts(model)
-    return names[0]
 
 
 def _balances_experts(model: Any) -> bool:

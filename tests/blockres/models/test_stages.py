@@ -244,6 +244,10 @@ def test_what_cannot_be_cut():
     model.adapter = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no stage would own: adapter, extra"):
         pipeline_part(model, SIX, 0)
+    with torch.device("meta"):
+        empty = apply_attn_res(causal_lm("llama", "meta", tie_word_embeddings=False), 4)
+    with pytest.raises(ValueError, match="inv_freq is a buffer on the meta device"):
+        pipeline_part(empty, SIX, 0)
     model = changed("qwen3_moe", **BALANCED)
     del model.num_experts
     with pytest.raises(ValueError, match="takes num_experts"):

@@ -1,6 +1,8 @@
 """The command with models of transformers: over two ranks with two stages each, as one process with the whole model."""
 
+import json
 import re
+from pathlib import Path
 from typing import get_args
 from unittest import mock
 
@@ -36,6 +38,9 @@ def test_a_pipeline_follows_the_unsplit_run_goes_on_and_is_exported(tmp_path):
     said = (tmp_path / "rank-1.txt").read_text()
     assert "mixtral with random weights, 8 sublayers, block residual (3 sublayers per block)" in said
     assert "sent per microbatch  5 units, 40.1 KiB forward with the cache" in said
+    weights, whole_weights = (_depth_weights(tmp_path / run) for run in ("out", "unsplit"))
+    torch.testing.assert_close(weights.sum(1), torch.ones(9))
+    torch.testing.assert_close(weights, whole_weights)
     halfway = checkpoint.checkpoint_path(tmp_path / "out", 2)
     resumed = run_alone(tmp_path / "resumed", *flags, "--resume", str(halfway))
     assert losses(resumed)[-2:] == pytest.approx(losses(unsplit)[-2:], rel=1e-10)
@@ -47,7 +52,11 @@ def test_a_pipeline_follows_the_unsplit_run_goes_on_and_is_exported(tmp_path):
     assert all(torch.allclose(p, state[f"model.{name}"], rtol=1e-8) for name, p in whole.named_parameters())
 
 
-def _exported(folder) -> nn.Module:
+def _depth_weights(folder: Path) -> torch.Tensor:
+    return torch.tensor(json.loads((folder / "depth_weights.json").read_text()))
+
+
+def _exported(folder: Path) -> nn.Module:
     file = folder / "model.safetensors"
     export.export_model(folder / "out", file)
     return export.load_model(file)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.interpreter import count_traffic
+from bench.live import LiveStorages, of_size
 from blockres import functional, ops, reference
 from blockres.inference import InferenceStream
 from blockres.modules import BlockAttnRes
@@ -223,6 +224,18 @@ def test_nothing_is_allocated_on_a_bank(size, guard):
             addresses.append([x.data_ptr() for x in read])
     assert addresses[0] == addresses[1]
     assert len(set(addresses[0])) == 2
+
+
+@pytest.mark.parametrize("size", [1, 8, 32])
+def test_beside_the_bank_only_what_is_at_work_is_alive(size, inference):
+    """The embedding, an input, an update, and the running sum before and after it: no outputs of a phase 1."""
+    residual, _, norms = network(32, size)
+    with LiveStorages(of_size(TOKENS * DIM * 8)) as live:
+        stream = residual.stream(torch.randn(TOKENS, DIM, dtype=FP64))
+        for norm in norms[:-1]:
+            stream.write(2 * stream.read(norm))
+        stream.read(norms[-1])
+    assert live.peak <= 5
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -58,6 +58,17 @@ def test_every_split_has_the_unsplit_models_loss_and_gradients(residual, tied):
             assert error <= 1e-12, f"{name}, split {split}: {error:.1e}"
 
 
+@pytest.mark.parametrize("residual", ["block", "full", "standard"])
+def test_every_split_computes_the_same_under_inference_mode(residual):
+    config = GPTConfig(**SMALL, residual=residual)
+    tokens, _ = batch(config)
+    expected = GPT(config, dtype=torch.float64)(tokens).detach()
+    with torch.inference_mode():
+        for split in SPLITS:
+            logits = chain(stages(config, split, dtype=torch.float64), tokens)
+            torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_state_dicts_of_the_stages_are_parts_of_the_unsplit_models(split, tied):

@@ -4,11 +4,11 @@ Attention Residuals attend over depth, each token by itself, so nothing is kept 
 allocated ahead is the memory of one forward, the bank: a slot for the embedding and for each block. Sources are written
 there once and are not moved again.
 
-Every read is one `blockres.functional.attn_res_step`. Beside what training would call two phases this one reads every
-completed block again for each sublayer: n + 3 [T, D] reads and writes per sublayer, with n sources, where the two
-phases make N / S + 5 on average. It is the path for any number of tokens all the same. In decoding, the rows of a token
-are few and a launch costs more than they do. In a prefill, memory is what is short, and this needs the bank and two
-rows a token, where phase 1 holds outputs for all S sublayers of a block, most of them for long.
+Every read is one `blockres.functional.attn_res_step`: n + 3 [T, D] reads and writes per sublayer, with n sources, where
+the two phases of training make N / S + 5 on average, since they read a completed block once for all S sublayers of the
+next. One step is the path for any number of tokens all the same. In decoding, a token's rows are few, and a launch
+costs more than reading them. In a prefill, memory is what is short: this needs the bank and two rows a token, where
+phase 1 holds outputs for all S sublayers of a block. And a token's result does not depend on how many are beside it.
 """
 
 import math
@@ -34,9 +34,9 @@ class Bank:
     follow from the number of tokens alone. It serves one stream at a time, any number of them one after the other; an
     older stream is refused when a newer one has been opened.
 
-    What a stream returns is overwritten later: a sublayer's input, and the output state, by the second read after it
-    (or by another one at the same sublayer); the tensors of `state()` by the next write or by the next stream. Clone
-    what is to be kept. A sublayer may return its input as its update.
+    What a stream returns is overwritten later: a sublayer's input by the second read after it (or by another one at the
+    same sublayer), the partial of `state()` by the next write, and all of it, the output state too, by the next stream.
+    Clone what is to be kept. A sublayer may return its input as its update.
 
     Not part of the module's state: it is neither saved nor moved with it.
     """

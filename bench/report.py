@@ -52,8 +52,9 @@ class Results:
 
 
 def _plain_table(rows: Sequence[Row]) -> str:
-    """All columns that hold plain values, as they are."""
-    columns = [key for key, value in rows[0].items() if key != "part" and isinstance(value, str | int | float)]
+    """All columns that hold plain values, as they are; those that a row does not have stay empty there."""
+    plain = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, str | int | float))
+    columns = [key for key in plain if key not in ("part", "said")]
     return markdown(columns, [[_cell(key, row.get(key, "")) for key in columns] for row in rows])
 
 
@@ -94,7 +95,7 @@ SECTIONS = {
     ),
     "device": Section(
         "On a GPU",
-        _plain_table,
+        _tables_by_part,
         note="`fraction_of_copy`: of the bandwidth of a copy of 1 GiB in the same minutes, by what has to be moved.",
     ),
     "stack": Section(

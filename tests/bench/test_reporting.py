@@ -153,7 +153,11 @@ def saved_rows():
         "stack": [by | {"stack": "8x4", "forward": 6.0, "backward": 8.0, "total": 14.0, "kept": 2.0}],
         "traffic": [by | {"forward": 6.0, "floor forward": 6}],
         "resources": [by | {"registers": 255}],
-        "device": [by | {"label": "a", "ms": 1.0}],
+        "device": [
+            by | {"part": "check", "error": 1e-7},
+            by | {"part": "operation", "problem": "wrong"},
+            by | {"part": "operation", "ms": 1.25},
+        ],
         "huggingface": spread_over([model], model=["standard", "blockres"]),
         "learning": [speed, *spread_over([losses], seed=[0, 1])],
         "pipeline": [
@@ -178,8 +182,9 @@ def test_the_report_holds_tables_and_plots_of_all_that_was_saved(tmp_path):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
     assert set(saved_rows()) | {"times"} == set(report.SECTIONS)
     assert all(section.title in text for section in report.SECTIONS.values())
-    assert text.count(environment.summary(environment.describe())) == len(report.SECTIONS)
+    assert text.count(f"torch {torch.__version__}, triton") == len(report.SECTIONS)
     assert "not timed: fla-core: missing: no module" in text
+    assert "| blockres       | wrong   |      |\n| blockres       |         | 1.25 |" in text
 
 
 def test_files_of_a_kind_go_into_one_table(tmp_path):

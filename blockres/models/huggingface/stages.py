@@ -304,7 +304,7 @@ def _check_model(model: Any, decoder: nn.Module, family: Family, split: bool) ->
     empty = next((name for name, buffer in model.named_buffers() if buffer.is_meta), None)
     if empty is not None:
         raise ValueError(
-            f"{empty} is a buffer on the meta device, and no state dict would fill it: build the model where it has memory"
+            f"{empty} is a buffer on the meta device, and no state dict would fill it: build the model on a real device"
         )
     return names[0]
 

@@ -418,6 +418,6 @@ def _read_twice(
             constants(formula),
             uniform(rows.group(start, stop)),
             512,
-            **launch.options(1),
+            **launch.options(plan.panel_warps),
         )
         carry = target

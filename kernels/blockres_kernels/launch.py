@@ -241,13 +241,17 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True)
 class InterForward:
-    """`held`: each row is read once, into `tile`, `group` queries at a time; else all is read twice, by `panel`."""
+    """`held`: each row is read once, into `tile`, `group` queries at a time; else all is read twice, by `panel`.
+
+    Either has its number of warps, and there are `resident` programs of the latter.
+    """
 
     held: bool
     tile: Tile
     group: int
     panel: Panel
     warps: int
+    panel_warps: int
     resident: int
 
 
@@ -272,8 +276,10 @@ def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int, 
     threads = next((t for t in (64, 128) if t >= lanes and words <= t * 96), 256)
     width = min(threads * 16 // itemsize, triton.next_power_of_2(max(dim, 16)))
     group = min(queries, 2 if sources <= 9 else 1)
-    panel = _narrow_panel(dim, itemsize, queries, sources, lanes, sources > 9)
-    return InterForward(words <= threads * 160, tile_of(dim, width), group, panel, threads // lanes, 8)
+    pair = sources > 9 and queries > 16 and lanes == 32  # of warps: the scores alone fill the registers of one
+    panel = _narrow_panel(dim, itemsize, queries, sources, lanes, sources > 9 and not pair)
+    warps = threads // lanes, 2 if pair else 1
+    return InterForward(words <= threads * 160, tile_of(dim, width), group, panel, *warps, 8 // warps[1])
 
 
 def attn_res_inter_backward(
@@ -286,7 +292,8 @@ def attn_res_inter_backward(
     """
     columns = triton.next_power_of_2(max(dim, lanes))
     rows = 2 * queries + sources + 2 * norm + adds
-    most = (152 - 3 * queries) // (rows * max(itemsize // 4, 1))
+    addresses = 3 * queries + (3 * sources if sources > 9 else 0)
+    most = (152 - addresses) // (rows * max(itemsize // 4, 1))
     least = 16 // itemsize if dim >= 768 else 1
     each = max(columns // 256, min(16 // itemsize, columns // lanes), 1)
     while each > most and each > least and columns // each < 256:

@@ -151,6 +151,22 @@ def test_no_tokens(shape, device):
     assert not dnorm.any()
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_rows_of_one_element(dtype, device):
+    """Of such signs that what tokens add to the key's one gradient does not cancel."""
+    problem = random_merge((20, 1), device, stream=dtype, norm=False)
+    positive = {name: getattr(problem, name).abs() for name in ("partial", "update", "grad_h", "grad_partial")}
+    assert_close(dataclasses.replace(problem, output=-problem.output.abs(), **positive))
+
+
+def test_zeros_and_the_largest_halves(device):
+    problem = random_merge((4, 96), device, stream=FP16)
+    for extreme in (torch.zeros_like, lambda x: (x.sign() * 1e4).to(FP16)):
+        rows = {name: extreme(getattr(problem, name)) for name in ("output", "partial", "update")}
+        h, new_partial, gradients = dataclasses.replace(problem, **rows).run()
+        assert all(x.isfinite().all() for x in (h, new_partial, *gradients))
+
+
 def test_two_runs_are_bit_identical_and_a_token_stands_alone(device):
     problem = random_merge((7, 96), device, stream=BF16)
     first, second = problem.run(), problem.run()

@@ -81,6 +81,8 @@ def count(name: str, shape: StackShape) -> Count:
     embedding = torch.randn(shape.tokens, shape.dim).to(DTYPE).requires_grad_()
     upstream = torch.randn(shape.tokens, shape.dim).to(DTYPE)
     ledger = Ledger(shape.tokens, shape.dim)
+    if name in ("blockres", RECOMPUTE):
+        parameters.residual(shape.per_block, name == RECOMPUTE)  # a network is built once, not in every step
     with peer(name):
         with ledger.phase("forward"):
             out = run(_open(name, parameters, embedding, shape, ledger), parameters, ledger.sublayer)

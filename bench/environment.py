@@ -4,11 +4,13 @@ import json
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+PEERS = ("fla-core", "liger-kernel", "flash-attn-res", "fast-attnres")
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_CONF", "LD_PRELOAD", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
 """GLIBC_TUNABLES under which freed memory is used again instead of going back to the kernel, which would otherwise
@@ -27,6 +29,7 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "blockres": _version("blockres"),
+        "peers": {name: version for name in PEERS if (version := _version(name)) is not None},
         "commit": _commit(),
         "allocator": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ} or "default",
     }
@@ -35,8 +38,8 @@ def describe() -> dict[str, Any]:
 def summary(environment: dict[str, Any]) -> str:
     """One line for the head of a table or the foot of a plot."""
     place = environment["device"] or f"{environment['cpu']}, {environment['threads']} of {environment['cores']} cores"
-    versions = f"torch {environment['torch']}, triton {environment['triton']}, blockres {environment['blockres']}"
-    return f"{place}; {versions}; commit {environment['commit']}"
+    versions = {name: environment[name] for name in ("torch", "triton", "blockres")} | environment["peers"]
+    return f"{place}; {', '.join(map(' '.join, versions.items()))}; commit {environment['commit']}"
 
 
 def save(path: Path | None, kind: str, rows: list[dict[str, Any]], **more: Any) -> None:
@@ -59,8 +62,6 @@ def cpu_name() -> str:
 
 
 def _version(package: str) -> str | None:
-    from importlib import metadata
-
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -9,7 +9,6 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial as bind
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -228,8 +227,3 @@ def find(name: str) -> Implementation | Missing:
         return REGISTRY[name]()
     except ImportError as error:
         return Missing(name, f"missing: {error}")
-
-
-def versions() -> dict[str, Any]:
-    found = {name: find(name) for name in REGISTRY}
-    return {name: x.version if isinstance(x, Implementation) else x.reason for name, x in found.items()}

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", choices=resources.TARGETS, default="sm_90")
     parser.add_argument("--json", type=Path, help="write the table there, for bench.report")
     options = parser.parse_args(arguments)
-    print(f"{options.target}, bfloat16\n", flush=True)
+    print(f"{environment.summary(environment.describe())}; compiled for {options.target}, bfloat16\n", flush=True)
     rows = []
     for name in options.implementation or NAMES:
         implementation = find(name)

@@ -3,6 +3,7 @@
 Each function takes rows (as the JSON files hold them) and returns a figure, or None where there is nothing to draw.
 """
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,8 @@ def figure(rows: int, columns: int, size: tuple[float, float], title: str, foot:
     plt.rcParams.update(STYLE)
     fig, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
     fig.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    fig.supxlabel("\n".join(foot), x=0.01, ha="left", fontsize=6.5, color="#666666")
+    lines = [textwrap.fill(text, int(20 * size[0])) for text in foot]
+    fig.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6.5, color="#666666")
     return fig, axes
 
 
@@ -145,7 +147,7 @@ def fractions(rows: Sequence[Row], foot: str) -> Figure | None:
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     title = "Bandwidth as a fraction of a copy's"
     note = (
-        "by the bytes that have to be moved; dashed: the copy, taken in turn with what is measured;\n"
+        "by the bytes that have to be moved; dashed: the copy, taken in turn with what is measured; "
         "whiskers: half of the distance of the quartiles"
     )
     fig, axes = figure(1, len(dtypes), (4.4 * len(dtypes) + 1, 5.2), title, (note, foot), sharey=True)

@@ -190,6 +190,7 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
     options = parser.parse_args(arguments)
     rows: list[dict] = []
     wanted = options.implementation or [IDEAL, STANDARD, "blockres", RECOMPUTE]
+    say(environment.summary(environment.describe()))
     for stack in options.stack or STACKS:
         sublayers, per_block = (int(size) for size in stack.split("x"))
         tokens = next_prime(options.tokens, options.dim, per_block)

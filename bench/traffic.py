@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict] = []
     dtype = DTYPES[options.dtype]
     names = options.implementation or [name for name in REGISTRY if name not in NOT_COUNTED]
+    print(environment.summary(environment.describe()))
     for shape in (Shape.parse(text) for text in options.shape or SHAPES):
         tokens = next_prime(TOKENS, shape.sources, shape.queries, shape.dim)
         shape = dataclasses.replace(shape, tokens=tokens)

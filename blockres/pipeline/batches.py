@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, split_args_kwargs_into_chunks
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Shape = tuple[int, ...]
 ShapeOf = Callable[..., Sequence[int]]
@@ -145,12 +145,11 @@ def cut(values: Any, padded: int, length: int) -> Any:
     return tree_map(lambda value: _cut(value, padded, length), values, is_leaf=_is_mask)
 
 
-def level(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Outputs [B, T, …] of different lengths T, padded with zeros to the longest; anything else as it is."""
-    if not all(isinstance(output, Tensor) and output.ndim > SEQUENCE_DIM for output in outputs):
-        return outputs
-    longest = max((output.shape[SEQUENCE_DIM] for output in outputs), default=0)
-    return [_pad(output, longest) for output in outputs]
+def level(outputs: Sequence[Any]) -> list[Any]:
+    """Tensors [B, T, …] of different lengths T among outputs, padded with zeros to the longest; all else as it is."""
+    leaves, structures = zip(*map(tree_flatten, outputs), strict=True) if outputs else ((), ())
+    columns = [_level(column) for column in zip(*leaves, strict=True)]
+    return [tree_unflatten([column[i] for column in columns], spec) for i, spec in enumerate(structures)]
 
 
 def leading_shape(dims: int, width: int) -> Callable[..., Shape]:
@@ -195,6 +194,13 @@ def _cut(value: Any, padded: int, length: int) -> Any:
 def _pad(output: Tensor, length: int) -> Tensor:
     missing = length - output.shape[SEQUENCE_DIM]
     return nn.functional.pad(output, (0, 0) * (output.ndim - SEQUENCE_DIM - 1) + (0, missing)) if missing else output
+
+
+def _level(outputs: Sequence[Any]) -> Sequence[Any]:
+    if not all(isinstance(output, Tensor) and output.ndim > SEQUENCE_DIM for output in outputs):
+        return outputs
+    longest = max(output.shape[SEQUENCE_DIM] for output in outputs)
+    return [_pad(output, longest) for output in outputs]
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -148,7 +148,7 @@ def evaluate(
     target_mbs: Sequence[Any] | None = None,
     shape_of: ShapeOf | None = None,
     **kwargs: Any,
-) -> Tensor | None:
+) -> Any:
     """Forward only, without autograd and without a schedule. Called on every rank.
 
     Works under every placement, also where adjacent stages share a rank, and for batches of any size that divides.
@@ -257,7 +257,7 @@ class _Careful:
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
         **kwargs: Any,
-    ) -> Tensor | None:
+    ) -> Any:
         """`evaluate` with the schedule's microbatches and loss; only the last stage's rank needs `target`."""
         batch = Batch(args, kwargs, target, variable_seq_lengths, arg_mbs, kwarg_mbs, target_mbs)
         loss_fn = partial(self.block_loss_fn, **loss_kwargs or {}) if self.block_loss_fn else None
@@ -274,9 +274,15 @@ class _Careful:
 
 def _evaluate(
     start: StepStart, batch: Batch, loss_fn: LossFunction | None, losses: list[Tensor] | None, return_outputs: bool
-) -> Tensor | None:
+) -> Any:
     outputs, found = [], []
-    with _cleaning_up(start.stages), torch.no_grad(), start.step(batch, training=False) as microbatches:
+    # Not in inference mode, where a block would be a slot of a stream's bank: one in the cache would keep the whole.
+    with (
+        _cleaning_up(start.stages),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        start.step(batch, training=False) as microbatches,
+    ):
         for microbatch, output in _run_forward(start.stages, microbatches):
             if return_outputs:
                 outputs.append(output)
@@ -284,7 +290,7 @@ def _evaluate(
                 found.append(loss_fn(output, microbatches.targets[microbatch]))
     if losses is not None and found:
         losses[:] = found
-    return merge_chunks(list(level(outputs)), None) if outputs else None
+    return merge_chunks(level(outputs), None) if outputs else None
 
 
 @contextmanager

@@ -108,8 +108,17 @@ def test_outputs_are_levelled_with_zeros() -> None:
         assert torch.equal(padded[:, : output.shape[1]], output)
         assert not padded[:, output.shape[1] :].any()
     assert levelled[2] is outputs[2]
-    for as_they_are in ([torch.zeros(2), torch.zeros(3)], [(torch.zeros(1, 2),)], []):
-        assert level(as_they_are) is as_they_are or not as_they_are
+    assert level([]) == []
+
+
+def test_outputs_of_several_tensors_are_levelled_one_by_one() -> None:
+    outputs = [(torch.randn(2, length, 3), {"beside": torch.randn(1)}, None) for length in (4, 5)]
+    levelled = level(outputs)
+    assert [logits.shape for logits, *_ in levelled] == [(2, 5, 3)] * 2
+    for output, padded in zip(outputs, levelled, strict=True):
+        assert torch.equal(padded[0][:, : output[0].shape[1]], output[0])
+        assert padded[1]["beside"] is output[1]["beside"]
+        assert padded[2] is None
 
 
 def test_a_source_has_the_leading_dimensions_of_the_first_tensor() -> None:

@@ -40,6 +40,7 @@ def decoding_work(variant: str, shape: StackShape, dtype: torch.dtype, device: s
 
 def _captured(step: Callable[[], Tensor]) -> Callable[[object], None]:
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()  # compiles
     torch.cuda.current_stream().wait_stream(side)

@@ -6,10 +6,11 @@
 
 First every operation of blockres against float64 at eight shapes. Then times: each operation at the shapes given,
 forward and backward, beside the packages that are installed, as milliseconds, GB/s of the bytes that it must move, and
-fraction of the copy bandwidth of the same minutes; then a whole training stack. See `bench.timing` for how a time is
-taken. Packages that choose among many configurations when they first run need most of the time for that; what the
-budget does not reach is listed, and a second run with --implementation gets there, since Triton keeps what it has
-compiled. Ends with 0, with 1 where there is no GPU, with 2 where a result of blockres was wrong.
+fraction of the copy bandwidth of the same minutes; then a whole training stack, and decoding as a CUDA graph. See
+`bench.timing` for how a time is taken. Packages that choose among many configurations when they first run need most of
+the time for that; what the budget does not reach is listed, and a second run with --implementation gets there, since
+Triton keeps what it has compiled. Ends with 0, with 1 where there is no GPU, with 2 where a result of blockres was
+wrong.
 """
 
 import argparse
@@ -275,7 +276,7 @@ def _stack_totals(run: Run) -> str:
     """Forward and backward of a whole stack together; the goal is half of the time of any other package."""
     totals: dict[str, list[float]] = {}
     for row in run.rows:
-        if row["part"] == "stack" and "ms" in row:
+        if row["part"] == "stack" and row["direction"] in DIRECTIONS and "ms" in row:
             totals.setdefault(row["variant"], []).append(row["ms"])
     both = {variant: sum(times) for variant, times in totals.items() if len(times) == len(DIRECTIONS)}
     ours = both.get("blockres")

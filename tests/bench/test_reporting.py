@@ -230,11 +230,14 @@ def test_the_short_table_of_a_gpu_run_sets_goals_and_packages_side_by_side():
         for direction in ("forward", "backward"):
             stack = {"part": "stack", "variant": name, "direction": direction, "shape": "8x4x8x16"}
             run.rows.append(facts | figures | stack | {"ms": 1.0 if name == "blockres" else 2.5})
+    decoding = {"part": "stack", "variant": "blockres on a bank", "direction": "decoding", "shape": "8x4x1x16"}
+    run.rows += [facts | figures | decoding, facts | figures | decoding | {"shape": "8x4x32x16"}]
     run.attempt("too late", "blockres", dict)
     text = device.tables(run)
     assert "0.90 met" in text
     assert text.index("| attn_res forward | blockres ") < text.index("| attn_res forward | fla-core ")
     assert "| fla-core                  | 5.00 |          2.50 |" in text
+    assert "| blockres on a bank" not in text[text.index("stack, forward + backward") :], "that is another stack"
     assert "not reached: too late" in text
 
 

@@ -200,11 +200,11 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = print)
         for name in names() if wanted == ["all"] else wanted:
             print(f"counting {name}", file=sys.stderr, flush=True)
             counts.append(count(name, shape))
+            rows.append(counts[-1].row(stack))
+            environment.save(options.json, "stack", rows)
             if options.parts:
                 say(parts(counts[-1]) + "\n")
         say(table(counts))
-        rows += [c.row(stack) for c in counts]
-    environment.save(options.json, "stack", rows)
 
 
 if __name__ == "__main__":

@@ -128,9 +128,14 @@ def attn_res_forward(dim: int, itemsize: int, lanes: int) -> Forward:
 
     Where that leaves no room for rows ahead, `q * w` is made anew for every row.
     """
+    return _one_pass(dim, itemsize, lanes, 224)
+
+
+def _one_pass(dim: int, itemsize: int, lanes: int, registers: int) -> Forward:
+    """`registers`: of a thread, for rows."""
     cuts = _cuts(dim, dim, itemsize, lanes)
     for cut in cuts:
-        ahead = cut.ahead(224, 3, 0, 6, beside=0)
+        ahead = cut.ahead(registers, 3, 0, 6, beside=0)
         if ahead >= 2:
             return Forward(cut.tile, cut.threads // lanes, ahead, True, 256 // cut.threads)
     return Forward(cuts[-1].tile, 256 // lanes, max(cuts[-1].ahead(150, 2, 0, 2), 0), False, 1)
@@ -162,12 +167,12 @@ def attn_res_backward(dim: int, itemsize: int, slots: int, norm: bool, lanes: in
 
 @functools.cache
 def attn_res_step(dim: int, itemsize: int, narrowest: int, lanes: int) -> Forward:
-    """As one aggregation, over a bank whose elements have `itemsize` bytes. Its own rows are two, the open block's sum
-    and the update, before there is a mixture.
+    """As one aggregation, over a bank whose elements have `itemsize` bytes, with fewer registers for rows: strides and
+    the pointers of five tensors are kept as well.
 
     Where update or output are narrower than the bank, a chunk is so much wider that theirs are 16 bytes a thread too.
     """
-    plan = attn_res_forward(dim, itemsize, lanes)
+    plan = _one_pass(dim, itemsize, lanes, 212)
     width = plan.tile.width * itemsize // narrowest
     return replace(plan, tile=tile_of(dim, width))
 

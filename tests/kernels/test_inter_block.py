@@ -182,11 +182,13 @@ def test_wide_rows(dim, device):
     assert_close(random_phase1(3, 2, (1, dim), device, dtype=BF16))
 
 
-@pytest.mark.parametrize("queries", [1, 4, 24])
-def test_one_source_gives_itself_and_no_query_gradient(queries, device):
-    problem = random_phase1(1, queries, (3, 96), device, dtype=BF16, norm=False, grad_lse=False)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("queries", [1, 4, 64])
+def test_one_source_gives_itself_and_no_query_gradient(queries, norm, device):
+    assert is_whole(1, queries, 96, BF16, norm, True) == (queries < 64), "both ways backward should be tried"
+    problem = random_phase1(1, queries, (2, 96), device, dtype=BF16, norm=norm, grad_lse=False)
     outputs, _, dkeys, *_ = problem.run()
-    assert torch.equal(outputs, problem.sources[0].expand_as(outputs))
+    assert torch.equal(outputs[norm:], problem.sources[0].expand_as(outputs)[norm:])
     assert not dkeys.any()
 
 
@@ -271,6 +273,8 @@ LAYOUTS = {
     "transposed": lambda x: [x.transpose(0, 1).contiguous().transpose(0, 1), x + 1, x * 2],
     "one token for all": lambda x: [x[:1, :1].expand_as(x), x + 1, x[:1].expand_as(x)],
     "one storage twice": lambda x: [x, x, x * 2],
+    "overlapping rows": lambda x: [x.flatten()[: 96 + 3 * 8].unfold(0, 96, 8).view(2, 2, 96), x + 1, x * 2],
+    "unaligned": lambda x: [torch.cat([x.flatten(), x.flatten()[:1]])[1:].view_as(x), x + 1, x * 2],
 }
 
 

@@ -93,28 +93,28 @@ class _Turn:
 
 
 class _InBank:
-    """What one stream sees of a bank: `slots [slots, ..., D]`, and where it may write."""
+    """What one stream sees of a bank, as long as it is that stream's turn."""
 
     def __init__(self, bank: Bank, slots: Tensor, turn: "_Turn") -> None:
-        self.slots = slots
-        self._bank, self._turn = bank, turn
+        self._bank, self._slots, self._turn = bank, slots, turn
+
+    @property
+    def slots(self) -> Tensor:
+        """`[slots, ..., D]`"""
+        if self._bank._serves is not self._turn:
+            raise RuntimeError("another stream has been opened on this stream's bank, which serves one at a time")
+        return self._slots
 
     def input(self, position: int, dtype: torch.dtype) -> Tensor:
         """Not the memory that the sublayer before it has read, which may be its update."""
-        self._check()
         return self._bank._buffer(position % 2, self.slots.shape[1:], dtype)
 
     def running_sum(self, place: int) -> Tensor:
         """The slot that the open block will have: completing it costs nothing."""
-        self._check()
         return self.slots[place]
 
     def with_slot(self, place: int) -> "_InBank":
         return self
-
-    def _check(self) -> None:
-        if self._bank._serves is not self._turn:
-            raise RuntimeError("another stream has been opened on this stream's bank, which serves one at a time")
 
 
 class _OfItsOwn:

@@ -464,11 +464,11 @@ def test_a_stream_whose_bank_went_to_another_one_is_refused(inference):
     bank = SMALL.bank(2)
     first = SMALL.stream(torch.ones(1, 8), bank=bank)
     first.write(first.read())
+    first.state()
     SMALL.stream(torch.ones(2, 8), bank=bank)
-    with pytest.raises(RuntimeError, match="serves one at a time"):
-        first.read()
-    with pytest.raises(RuntimeError, match="serves one at a time"):
-        first.state()
+    for act in (first.read, first.weights, first.state, lambda: first.write(torch.ones(1, 8))):
+        with pytest.raises(RuntimeError, match="serves one at a time"):
+            act()
 
 
 def test_a_bank_is_refused_where_gradients_are_on():

@@ -92,9 +92,15 @@ def remove_attn_res(model: nn.Module) -> nn.Module:
     """Give a model its own residual back, as it was before `apply_attn_res`. The aggregations are dropped.
 
     Raises:
-        ValueError: where the model is no Block AttnRes model, or a wrapper has been put around its parts since.
+        ValueError: where the model is no Block AttnRes model or a pipeline stage's part of one, or a wrapper has been
+            put around its parts since.
     """
     decoder = decoder_of(model)
+    if isinstance(decoder, Changed) and not decoder._plan.is_whole:
+        raise ValueError(
+            "this is one pipeline stage's part, and shares modules and configuration with the model that it was cut "
+            "from: remove_attn_res takes that model"
+        )
     changed = [module for module in decoder.modules() if isinstance(module, Changed)]
     if not all(module.is_outermost() for module in changed) or decoder not in changed:
         raise ValueError(

@@ -5,7 +5,7 @@ on the embedding, each sublayer reads its input from it and writes its update to
 state. From layer to layer the stream travels as a plain dictionary of its parts, and each layer builds its own from it
 (references; no tensor is copied). So a layer stays a function of what it receives, which activation checkpointing and
 recorded hidden states rely on, and the tensors stay visible to whatever hooks a layer's inputs and outputs, as FSDP2
-does.
+does. Under inference mode the blocks lie in the stream's one memory, into which such hooks do not look.
 """
 
 import functools
@@ -40,6 +40,9 @@ class Plan:
     Attributes:
         probe: where it is set, every forward hands it each aggregation's index and softmax weights `[N, B, T]`.
     """
+
+    is_whole = True
+    """Whether the modules are a model, and not one stage's part of it."""
 
     def __init__(self, family: Family, residual: BlockAttnRes) -> None:
         self.family, self.residual = family, residual
@@ -88,7 +91,7 @@ def changed_class(original: type[nn.Module], change: type[Changed]) -> type[Chan
 
 
 class ChangedLayer(Changed):
-    sublayers: tuple[Sublayer, ...] | None = None
+    _sublayers: tuple[Sublayer, ...] | None = None
     """What the layer runs, where that is not what its family says."""
 
     def run(self, hidden_states: Tensor | Travelling, *args: Any, **kwargs: Any) -> Travelling:
@@ -96,7 +99,7 @@ class ChangedLayer(Changed):
         plan = self._plan
         arguments = _arguments(self, plan.family, args, kwargs)
         stream = plan.stream(hidden_states, arguments)
-        for sublayer in plan.family.sublayers if self.sublayers is None else self.sublayers:
+        for sublayer in plan.family.sublayers if self._sublayers is None else self._sublayers:
             stream.write(_update(self, sublayer, stream, arguments))
         return _take_down(stream)
 

@@ -48,9 +48,10 @@ def pipeline_part(
 ) -> "PipelinePart":
     """The part of a Hugging Face Block AttnRes model that one pipeline stage runs: the module of a `BlockResStage`.
 
-    Stages begin and end at any sublayer, in the middle of a layer too. A part shares its parameters with `model`, under
-    the same names. Cut all parts of a rank from one model and then let go of it, and so of what other ranks own; have
-    the same model on all ranks, from the same seed or the same files.
+    Stages begin and end at any sublayer, in the middle of a layer too. A part shares with `model` its configuration and
+    the modules that it runs, attentions, MLPs and norms, and so their parameters, under the same names: `train`, `eval`
+    and `to` on a part reach them in the model too. Cut all parts of a rank from one model and then let go of it, and so
+    of what other ranks own; have the same model on all ranks, from the same seed or the same files.
 
     The first part takes tokens `[B, T]`, every other one `(sources, partial)`; the last returns logits
     `[B, T, vocabulary]`, every other one `(sources, partial)`. Arguments by name are the decoder's own
@@ -64,18 +65,20 @@ def pipeline_part(
         model: a causal language model that `apply_attn_res` has changed.
         routing: of the pipeline; its sublayers are the model's, an attention and an MLP being two.
         index: of the stage.
-        dtype: of the residual stream; default: the embedding's. Where that is narrower than the parameters', the part
-            computes under autocast.
+        dtype: of the residual stream; default: the embedding's, which is taken for that of all parameters. Where that
+            is float32, bfloat16 and float16 can be given too: the part then computes under autocast.
 
     Raises:
-        ValueError: where the model has not been changed, the routing is another model's, head and embedding share a
-            matrix, there are parameters that no stage would own, or buffers are on the meta device.
+        ValueError: where the model has not been changed, the routing is another model's, the dtype does not go with the
+            parameters', head and embedding share a matrix, there are parameters that no stage would own, or buffers are
+            on the meta device.
     """
     decoder = decoder_of(model)
     if not isinstance(decoder, ChangedDecoder) or isinstance(model, PipelinePart):
         raise ValueError(f"a whole model that apply_attn_res has changed is expected, got {type(model).__name__}")
     family, whole = decoder._plan.family, decoder._plan.residual
     _check_routing(routing, whole)
+    _check_dtype(dtype, model)
     head = _check_model(model, decoder, family, split=routing.num_stages > 1)
     own, is_last = routing.sublayers(index), index == routing.num_stages - 1
     residual = _aggregations(whole, own, is_last)
@@ -158,7 +161,10 @@ class PipelinePart(Changed):
         return (*left, sums) if isinstance(exit_, _Exit) else (left, self._router_loss(sums))
 
     def _entering(self, sources: Sequence[Tensor], partial: Tensor | None) -> dict[str, Any]:
-        """What stands for the embedding has its shape, from which masks and positions are made, and no memory."""
+        """What stands for the embedding has its shape, from which masks and positions are made, and repeats one zero.
+
+        A decoder that scales it (Gemma 2) or adds to it (GPT-2) gives it memory; no layer reads it.
+        """
         like = sources[0] if partial is None else partial
         dtype = next((parameter.dtype for parameter in self.parameters()), like.dtype)
         return {"inputs_embeds": like.new_zeros((), dtype=dtype).expand(like.shape), _STATE: (sources, partial)}
@@ -187,6 +193,8 @@ class _PartDecoder(ChangedDecoder):
 
 class _PartPlan(Plan):
     """A part's plan; `dtype` is the stream's, None for the embedding's."""
+
+    is_whole = False
 
     def __init__(self, family: Family, residual: BlockAttnRes, dtype: torch.dtype | None) -> None:
         super().__init__(family, residual)
@@ -243,7 +251,7 @@ def _layers(decoder: nn.Module, family: Family, own: range) -> nn.ModuleList:
     for position, layer in enumerate(getattr(decoder, family.layers)):
         kept = tuple(sublayer for place, sublayer in enumerate(family.sublayers) if position * size + place in own)
         twin = _twin(layer)
-        twin.sublayers = kept
+        twin._sublayers = kept
         for name in _names(family.sublayers) - _names(kept):
             setattr(twin, name, None)
         layers.append(twin)
@@ -289,6 +297,16 @@ def _check_routing(routing: "BlockRouting", whole: BlockAttnRes) -> None:
                 f"the routing has {name}={routed}, the model {has}: "
                 f"BlockRouting(split_sublayers({whole.num_sublayers}, num_stages), {whole.sublayers_per_block}, …) fits"
             )
+
+
+def _check_dtype(dtype: torch.dtype | None, model: Any) -> None:
+    parameters = model.get_input_embeddings().weight.dtype
+    fitting = [parameters, *((torch.bfloat16, torch.float16) if parameters == torch.float32 else ())]
+    if dtype is not None and dtype not in fitting:
+        raise ValueError(
+            f"a residual stream of {dtype} was asked for, and the parameters are {parameters}, with which only "
+            f"{', '.join(map(str, fitting))} can go: pass what can, or cut model.to({dtype})"
+        )
 
 
 def _check_model(model: Any, decoder: nn.Module, family: Family, split: bool) -> str:

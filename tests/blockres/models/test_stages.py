@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blockres.models import Family, Sublayer, apply_attn_res, causal_lm_loss, pipeline_part
+from blockres.models import Family, Sublayer, apply_attn_res, causal_lm_loss, pipeline_part, remove_attn_res
 from blockres.pipeline import BlockCache, BlockResStage, BlockRouting, build_schedule, schedule_placement
 from tests.support.distributed import run_all_well
 from tests.support.huggingface import causal_lm, disturb, tokens
@@ -183,8 +183,9 @@ def test_a_described_family_with_a_head_of_its_own():
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_:FutureWarning")
-def test_checkpointed_layers_give_the_same_gradients():
-    model = changed("llama").train()
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mixtral", BALANCED)])
+def test_checkpointed_layers_give_the_same_gradients(family, changes):
+    model = changed(family, **changes).train()
     ids, found = tokens(2, 9), []
     for checkpointing in (False, True):
         parts = cut(model)
@@ -209,6 +210,37 @@ def test_a_narrow_stream_through_wide_parameters(family):
     assert relative_error(logits, expected) <= 4e-2
     causal_lm_loss(logits, ids).backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "stream"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float64, torch.float32),
+        (torch.float64, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_a_stream_that_does_not_go_with_the_parameters(parameters, stream):
+    model = changed("llama").to(parameters)
+    with pytest.raises(ValueError, match=f"a residual stream of {stream} .* the parameters are {parameters}"):
+        pipeline_part(model, SIX, 0, dtype=stream)
+    ids = tokens(2, 9)
+    assert run_through(cut(model.to(stream), dtype=stream), ids).dtype == stream  # as the message advises
+
+
+def test_the_residual_of_a_part_alone_is_not_given_back():
+    model = changed("llama")
+    ids = tokens(2, 9)
+    part = pipeline_part(model, BlockRouting((6,), 4, 1), 0)
+    expected = model(ids).logits
+    for of_part in (part, part.base_model):
+        with pytest.raises(ValueError, match="one pipeline stage's part"):
+            remove_attn_res(of_part)
+    assert torch.equal(part(ids), expected)
+    assert torch.equal(model(ids).logits, expected)
+    assert model.config.attn_res["sublayers_per_block"] == 4
 
 
 def test_the_router_loss_can_be_left_out():

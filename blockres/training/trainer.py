@@ -41,9 +41,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step over all ranks, equal on all: mean loss in nats per token, gradient norm before clipping.
+    """A step over all ranks, equal on all: mean cross-entropy in nats per token, gradient norm before clipping.
 
-    `stop` is the signal by which any rank was asked to stop before the end of the step.
+    A loss that balances experts is in the gradient alone. `stop` is the signal by which any rank was asked to stop
+    before the end of the step.
     """
 
     loss: float
@@ -84,8 +85,9 @@ class Trainer:
             self._shard_parts()
         self.stages = [self._build_stage(part, index) for part, index in zip(self.parts, self.my_stages, strict=True)]
         self.schedule = build_schedule(
-            config.parallel.schedule, self.stages, config.parallel.num_microbatches, causal_lm_loss
+            config.parallel.schedule, self.stages, config.parallel.num_microbatches, self._loss
         )
+        self._cross_entropies: list[Tensor] = []
         self.optimizer = optim.make_optimizer(self.parts, config.optimizer)
 
     @property
@@ -121,10 +123,13 @@ class Trainer:
         return report
 
     def evaluate(self, depth: DepthWeights | None = None) -> float:
-        """Mean loss over the validation batches in nats per token, equal on all ranks; `depth` notes the weights."""
+        """Mean cross-entropy over the validation batches in nats per token, equal on all ranks.
+
+        `depth` notes the softmax weights.
+        """
         with probe_depth(self.parts, depth.add) if depth else nullcontext():
             losses = [
-                self._run(self.schedule.eval, self.split.validation_batch(index), loss_kwargs={"router_loss": False})
+                self._run(self.schedule.eval, self.split.validation_batch(index))
                 for index in range(self.num_eval_batches)
             ]
         for part in self.parts:
@@ -208,23 +213,24 @@ class Trainer:
             tally_shape=getattr(part, "tally_shape", None),
         )
 
-    def _run(self, run: Callable[..., Any], batch: tuple[Tensor, Tensor], **options: Any) -> Tensor:
+    def _loss(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        """What is minimised, of one microbatch: `causal_lm_loss`; its cross-entropy is noted apart."""
+        cross_entropy = causal_lm_loss(output, targets, router_loss=False)
+        self._cross_entropies.append(cross_entropy.detach())
+        return cross_entropy if isinstance(output, Tensor) else cross_entropy + output[1].sum()
+
+    def _run(self, run: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
         """Put this replica's share of a batch through the pipeline.
 
-        Returns what it adds to the mean loss over all replicas; 0 on ranks that do not know it.
+        Returns what it adds to the mean cross-entropy over all replicas; 0 on ranks that do not know it.
         """
         size = self.config.data.batch_size // self.config.parallel.dp_size
         share = slice(self.dp_rank * size, (self.dp_rank + 1) * size)
         inputs, targets = (half[share].to(self.device) for half in batch)
-        losses: list[Tensor] = []
-        run(
-            *([inputs] if self.has_first else []),
-            target=targets if self.has_last else None,
-            losses=losses,
-            return_outputs=False,
-            **options,
-        )
-        mean = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self.device)
+        self._cross_entropies.clear()
+        run(*([inputs] if self.has_first else []), target=targets if self.has_last else None, return_outputs=False)
+        noted = self._cross_entropies
+        mean = torch.stack(noted).mean() if noted else torch.zeros((), device=self.device)
         return mean / self.config.parallel.dp_size
 
     @property

@@ -72,19 +72,29 @@ def test_the_training_dtype_is_that_on_the_wire(tmp_path, family):
     assert f"sent per microbatch  5 units, {sent} KiB forward" in (tmp_path / "rank-1.txt").read_text()
 
 
-def test_evaluations_leave_the_router_loss_out(tmp_path):
+def test_replicas_of_a_pipeline_follow_the_unsplit_run(tmp_path):
+    flags = ["--model", "mixtral", *EXACT]
+    unsplit = run_alone(tmp_path / "unsplit", *flags, "--virtual-stages", "1")
+    replicas = run_ranks(tmp_path, 2, *flags, "--dp-size", "2", "--num-microbatches", "2")
+    assert losses(replicas) == pytest.approx(losses(unsplit), rel=1e-10)
+
+
+def test_losses_are_cross_entropies_and_gradients_are_not(tmp_path):
     flags = ["--model", "mixtral", "--dtype", "float64", "--steps", "1", "--eval-interval", "1"]
     validation, step, _ = run_alone(tmp_path, *flags, "--num-microbatches", "1")
     model = random_model("mixtral", SHAPE, sequence_length=16, dtype=torch.float64)
     split = Split.of(load_corpus(None, SHAPE.vocab_size), 0.1, sequence_length=16, batch_size=8)
     inputs, targets = split.validation_batch(0)
     with torch.no_grad():
-        plain = next_token_loss(model(inputs).logits, targets).item()
-        inputs, targets = split.training_batch(0, 0)
-        out = model(inputs)
-        expected = next_token_loss(out.logits, targets) + ROUTER_LOSS * out.aux_loss
-    assert validation["validation_loss"] == pytest.approx(plain, rel=1e-10)
-    assert step["loss"] == pytest.approx(expected.item(), rel=1e-10)
+        held_out = next_token_loss(model(inputs).logits, targets).item()
+    inputs, targets = split.training_batch(0, 0)
+    out = model(inputs)
+    cross_entropy = next_token_loss(out.logits, targets)
+    (cross_entropy + ROUTER_LOSS * out.aux_loss).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert validation["validation_loss"] == pytest.approx(held_out, rel=1e-10)
+    assert step["loss"] == pytest.approx(cross_entropy.item(), rel=1e-10)
+    assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-10)
 
 
 def test_initial_values_are_the_seeds_alone():

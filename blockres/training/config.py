@@ -1,9 +1,11 @@
 """The command's flags."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -24,6 +26,17 @@ SPLIT_BACKWARD: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble"
 
 NEWEST = Path("newest")
 """As the checkpoint to resume from: the newest that the run's directory has."""
+
+UNUSED: Mapping[Model, tuple[str, ...]] = MappingProxyType(
+    {
+        "gpt": (),
+        "gpt2": ("tie_weights", "compile", "num_kv_heads", "rope_theta"),
+        "llama": ("tie_weights", "compile"),
+        "qwen3": ("tie_weights", "compile"),
+        "mixtral": ("tie_weights", "compile"),
+    }
+)
+"""The flags that mean nothing to a model."""
 
 
 def flag(name: str) -> str:
@@ -117,8 +130,8 @@ class RunFlags:
 
     Args:
         model: gpt is the built-in one; the others are models of transformers (pip install 'blockres[hf]') of the same
-            shape, with random weights. gpt2 leaves --num-kv-heads and --rope-theta aside, mixtral has 4 experts of
-            which each token takes 2.
+            shape, with random weights. gpt2 has neither --num-kv-heads nor --rope-theta; mixtral has 4 experts of that
+            shape in each layer, of which each token takes 2.
         steps: optimizer steps.
         eval_interval: steps between evaluations; one more follows the last step.
         checkpoint_interval: steps between checkpoints; there is one after the last step in any case, and where SIGTERM
@@ -189,6 +202,7 @@ class TrainConfig:
         """
         _check_positive(self)
         self._check_model()
+        self._check_all_is_used()
         if world_size % self.parallel.dp_size:
             raise ValueError(
                 f"--dp-size must divide the number of processes, got {self.parallel.dp_size} and {world_size}"
@@ -222,9 +236,19 @@ class TrainConfig:
             return
         if find_spec("transformers") is None:
             raise ValueError(f"--model {name} is built by transformers, which is missing: pip install 'blockres[hf]'")
-        for flag_name, given in (("tie_weights", self.model.tie_weights), ("compile", self.run.compile)):
-            if given:
-                raise ValueError(f"{flag(flag_name)} is for the built-in model: leave it out with --model {name}")
+
+    def _check_all_is_used(self) -> None:
+        """Refuse what would be left aside in silence: flags that mean nothing here and are not at their defaults."""
+        unused = dict.fromkeys(UNUSED[self.run.model], f"--model {self.run.model}")
+        if self.model.residual != "block":
+            unused["sublayers_per_block"] = f"--residual {self.model.residual}"
+        flags, defaults = self.flags(), TrainConfig().flags()
+        for name, where in unused.items():
+            allowed, way_out = [defaults[name]], "leave it out"
+            if name == "num_kv_heads":  # all heads is the truth, and what another number of heads may need here
+                allowed, way_out = [*allowed, self.model.num_heads], "leave it out, or give as many as --num-heads"
+            if flags[name] not in allowed:
+                raise ValueError(f"{flag(name)} means nothing with {where}: {way_out}")
 
 
 def _check_positive(config: TrainConfig) -> None:

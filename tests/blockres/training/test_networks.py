@@ -14,13 +14,14 @@ from blockres.models import FAMILIES
 from blockres.models.gpt import GPTConfig, next_token_loss
 from blockres.pipeline import SCHEDULES
 from blockres.training import checkpoint, export
-from blockres.training.config import Model, Schedule
+from blockres.training.config import UNUSED, Model, Schedule, TrainConfig
 from blockres.training.data import Split, load_corpus
 from blockres.training.networks import ROUTER_LOSS, random_model
 from tests.support.command import losses, refusals, run_alone, run_ranks
 
 EXACT = ["--dtype", "float64", "--sublayers-per-block", "3", "--clip-norm", "0.5"]
 SHAPE = GPTConfig(dim=32, num_layers=4, num_heads=2, num_kv_heads=1)  # as the tests' flags have it
+GPT2 = ["--num-kv-heads", "2"]  # as many as heads
 NARROW = ["--dtype", "bfloat16", "--steps", "2", "--sublayers-per-block", "3"]
 
 
@@ -65,7 +66,8 @@ def _exported(folder: Path) -> nn.Module:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "mixtral"])
 def test_the_training_dtype_is_that_on_the_wire(tmp_path, family):
     """5 units of 2 × 16 × 32 bfloat16 numbers, and in 3 hops Mixtral's 2 × 4 float32 sums."""
-    trained = losses(run_ranks(tmp_path, 2, "--model", family, *NARROW))
+    flags = ["--model", family, *NARROW, *(GPT2 if family == "gpt2" else [])]
+    trained = losses(run_ranks(tmp_path, 2, *flags))
     assert len(trained) == 6
     assert 5.0 < trained[-1] < trained[0] < 6.0
     sent = "10.1" if family == "mixtral" else "10.0"
@@ -110,15 +112,23 @@ def test_initial_values_are_the_seeds_alone():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "refused"),
     [
-        (["--tie-weights"], "--tie-weights is for the built-in model: leave it out with --model llama"),
-        (["--compile"], "--compile is for the built-in model: leave it out with --model llama"),
+        (["--model", "llama", "--tie-weights"], "--tie-weights means nothing with --model llama: leave it out"),
+        (["--model", "mixtral", "--compile"], "--compile means nothing with --model mixtral: leave it out"),
+        (["--model", "gpt2", "--num-heads", "4"], "--num-kv-heads means nothing .*, or give as many as --num-heads"),
+        (["--model", "gpt2", *GPT2, "--rope-theta", "5"], "--rope-theta means nothing with --model gpt2"),
+        (["--residual", "full", "--sublayers-per-block", "2"], "--sublayers-per-block means nothing with --residual"),
     ],
 )
-def test_flags_of_the_built_in_model_are_refused(tmp_path, capsys, flags, message):
-    given = ["--out", str(tmp_path), "--model", "llama", *flags]
-    assert message in refusals(capsys, given, given)
+def test_flags_that_mean_nothing_are_refused(tmp_path, capsys, flags, refused):
+    given = ["--out", str(tmp_path), *flags]
+    assert re.search(refused, refusals(capsys, given, given))
+
+
+def test_every_model_says_which_flags_mean_nothing_to_it():
+    assert set(get_args(Model)) == UNUSED.keys()
+    assert {name for names in UNUSED.values() for name in names} <= TrainConfig().flags().keys()
 
 
 def test_missing_transformers_are_named(tmp_path, capsys):

@@ -156,6 +156,8 @@ class Run:
         self.journal.say(
             f"{self.corpus.name}: {len(self.corpus.tokens):,} {unit}s, {len(split.train):,} to train on, "
             f"{len(split.validation):,} for validation\n"
+            f"an evaluation every {config.run.eval_interval} steps, on {self.trainer.num_eval_batches:,} of "
+            f"{split.num_validation_batches:,} batches (--eval-batches)\n"
             f"{_model_words(config.run.model)}{config.model.num_sublayers} sublayers, {config.model.residual} residual"
             f"{_block_words(config.model.block)}, {num_parameters:,} parameters\n"
             f"{config.parallel.dp_size} × {routing.pp_size} processes on {self.trainer.device.type}, "
@@ -194,10 +196,11 @@ class Run:
         units, sent = traffic.forward_units // microbatches, traffic.forward_bytes // microbatches
         everything = sum(trainer.routing.hop_units(cache=False))
         unit_bytes = self.config.pipeline_dtype.itemsize * torch.Size(trainer.microbatch_shape).numel()
+        everything_bytes = sent + (everything - units) * unit_bytes  # tallies go with either
         how = "with the cache" if self.config.parallel.cache else "without a cache"
         return {
             "sent per microbatch": f"{units} units, {human_bytes(sent)} forward {how}, and as much backward; "
-            f"everything at every hop is {everything} units, {human_bytes(everything * unit_bytes)}",
+            f"everything at every hop is {everything} units, {human_bytes(everything_bytes)}",
             "cache peak": f"{peak[0]} sources, {human_bytes(peak[1])} on the fullest rank",
         }
 

@@ -38,7 +38,8 @@ def test_a_pipeline_follows_the_unsplit_run_goes_on_and_is_exported(tmp_path):
     assert losses(pipeline) == pytest.approx(losses(unsplit), rel=1e-10)
     said = (tmp_path / "rank-1.txt").read_text()
     assert "mixtral with random weights, 8 sublayers, block residual (3 sublayers per block)" in said
-    assert "sent per microbatch  5 units, 40.1 KiB forward with the cache" in said
+    assert "sent per microbatch  5 units, 40.1 KiB forward with the cache, and as much" in said
+    assert "everything at every hop is 8 units, 64.1 KiB" in said
     weights, whole_weights = (_depth_weights(tmp_path / run) for run in ("out", "unsplit"))
     torch.testing.assert_close(weights.sum(1), torch.ones(9))
     torch.testing.assert_close(weights, whole_weights)
@@ -129,6 +130,11 @@ def test_flags_that_mean_nothing_are_refused(tmp_path, capsys, flags, refused):
 def test_every_model_says_which_flags_mean_nothing_to_it():
     assert set(get_args(Model)) == UNUSED.keys()
     assert {name for names in UNUSED.values() for name in names} <= TrainConfig().flags().keys()
+
+
+def test_it_says_how_much_an_evaluation_reads(tmp_path, capsys):
+    run_alone(tmp_path, "--steps", "1")
+    assert re.search(r"an evaluation every 2 steps, on 1 of \d{3} batches", capsys.readouterr().out)
 
 
 def test_missing_transformers_are_named(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,7 @@ class Journal:
         """Print on the rank that has the loss, above the progress bar."""
         if self._file is not None:
             self._bar.write(text)
+            sys.stdout.flush()  # into a file as well, where minutes may pass until the next line
 
     def close(self) -> None:
         self._bar.close()

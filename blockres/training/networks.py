@@ -1,4 +1,8 @@
-"""What the command trains: the built-in GPT, or a model of transformers of the same size with random weights."""
+"""What the command trains: the built-in GPT, or a model of transformers of the same shape with random weights.
+
+The shape is dim, layers, heads and the MLPs' inner width. Sizes differ: GPT-2's MLPs have two matrices instead of three
+and it learns its positions, Mixtral has several MLPs in a layer.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -84,6 +88,7 @@ def _settings(family: str, shape: GPTConfig, sequence_length: int, dtype: torch.
 
 
 def _checkpoint_activations(part: PipelinePart) -> None:
+    # Newer releases of transformers have it under this name, and warn of the other one.
     enable: Any = getattr(part, "activation_checkpointing_enable", part.gradient_checkpointing_enable)
     enable()
 

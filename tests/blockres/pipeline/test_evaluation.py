@@ -68,7 +68,7 @@ def torchs_own_schedules_evaluate_in_a_loop(rank: int) -> None:
 
 
 def outputs_are_those_of_the_unsplit_model(rank: int) -> None:
-    """Under inference mode the stages' streams are others: they copy what came in, and must return it all the same."""
+    """Called in inference mode too, which an evaluation leaves."""
     for pipeline in pipelines(rank):
         inputs, _ = batch_of(pipeline.case)
         for guard in (nullcontext, torch.inference_mode):

@@ -3,6 +3,7 @@
     python -m bench.stack                                  # 128 sublayers in 8 blocks, and 48 in 4; blockres
     python -m bench.stack --implementation all             # beside the textbook formula and the packages installed
     python -m bench.stack --stack 128x16 --parts           # where the bytes go
+    python -m bench.stack --stack 48x12 --dim 4096         # kernels choose by the width: wide rows may be read twice
 
 Kernels run in Triton's interpreter on a few tokens, so no GPU is needed; see `bench.counting` for what is counted and
 how. The unit is d, one row set `[tokens, dim]` in bfloat16, per sublayer. Sublayers are stand-ins: their own traffic,

@@ -2,6 +2,7 @@
 
     python -m bench.traffic                                    # all that is installed; no GPU needed
     python -m bench.traffic --operation attn_res+norm --shape 9x0x1024 --implementation blockres
+    python -m bench.traffic --shape 9x0x4096x16            # kernels choose by the width: wide rows may be read twice
 
 Row sets read and written, forward and backward, beside the floor of the operation; the launches of kernels and the
 PyTorch operations that touch memory; the floats of statistics per token; and the row sets that are kept for backward

@@ -103,6 +103,15 @@ def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None
         )
 
 
+def not_a_slot(name: str, value: Tensor, bank: Tensor) -> None:
+    """What is written must not begin where one of the rows `bank [N, ..., D]` that are read does."""
+    if torch.compiler.is_compiling() or not value.numel():
+        return
+    offset, stride = value.data_ptr() - bank.data_ptr(), bank.stride(0) * bank.element_size()
+    if any(offset == slot * stride for slot in range(len(bank))):
+        raise ValueError(f"{name} is one of the slots that are read; give a slot past them, or memory of its own")
+
+
 def parameter(name: str, value: Tensor | None, shape: Sequence[int], like: Tensor) -> None:
     """An optional tensor of this shape, of any float dtype, on the device of `like`."""
     if value is None:

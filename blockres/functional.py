@@ -1,13 +1,13 @@
-"""Attention Residuals as functions: one aggregation, and the same in two phases.
+"""Attention Residuals as functions: one aggregation, the same in two phases, and a step of inference.
 
 Letters: N sources, S queries, D hidden size; `...` are the leading dimensions of the sources, alike for all of them.
-Formulas: `blockres.reference`, whose functions have the same signatures. Source: Kimi Team, *Attention Residuals*,
-arXiv:2603.15031.
+Formulas: `blockres.reference`, whose functions have the same signatures; `attn_res_step` is its `attn_res` over a bank
+and a running sum, written into memory that is given. Source: Kimi Team, *Attention Residuals*, arXiv:2603.15031.
 
 All functions compute in float32 (float64 where a source is float64), whatever the dtypes of sources, parameters and
 results, and round once. `torch.autocast` changes nothing here: dtypes are as given. CPU tensors go through
 `blockres.cpu`, CUDA tensors through the Triton kernels of `blockres_kernels`. Gradients exist for every tensor
-argument, in reverse mode and once; `torch.compile` takes all functions whole.
+argument but those of `attn_res_step`, in reverse mode and once; `torch.compile` takes all functions whole.
 """
 
 from collections.abc import Sequence
@@ -231,7 +231,7 @@ def attn_res_step(
     checks.tensor("bank", bank)
     if bank.dim() < 2 or len(bank) < 1:
         raise ValueError(f"the bank must be [N, ..., D] with N at least 1, got shape {tuple(bank.shape)}")
-    checks.no_gradient("attn_res_step", bank, partial, update, query, key_weight, norm_weight)
+    checks.no_gradient("attn_res_step", bank, partial, update, query, key_weight, norm_weight, total, out)
     slot = bank[0]
     for name, parameter in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
         checks.parameter(name, parameter, slot.shape[-1:], slot)
@@ -251,6 +251,8 @@ def attn_res_step(
         ("out", out, False),
     ):
         _check_row_set(name, rows, slot, alike)
+    checks.not_a_slot("total", total, bank)
+    checks.not_a_slot("out", out, bank)
     if update is not None:
         checks.rows("update", update)
         checks.one_cut("update", [update])

@@ -217,11 +217,6 @@ class InferenceStream(Stream):
         return (*given, *completed[len(given) :]), self._partial
 
     @property
-    def _size(self) -> int:
-        assert self._residual.sublayers_per_block is not None
-        return self._residual.sublayers_per_block
-
-    @property
     def _completes_a_block(self) -> bool:
         """Whether the update that is to be added is a block's last."""
         return self.position % self._size == 0

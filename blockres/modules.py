@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from blockres.checks import source_list
+from blockres import checks
 from blockres.functional import attn_res
 from blockres.inference import Bank, InferenceStream
 from blockres.norms import Norm, norm_arguments
@@ -64,7 +64,7 @@ class AttnRes(nn.Module):
         return_weights: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Aggregate N sources `[..., D]`, see `blockres.attn_res`, with an `nn.RMSNorm` or `(weight, eps)` fused."""
-        sources = source_list(sources)
+        sources = checks.source_list(sources)
         norm_weight, norm_eps = norm_arguments(norm, self.dim, sources[0].dtype)
         return attn_res(
             sources,
@@ -181,6 +181,8 @@ class BlockAttnRes(nn.Module):
             return StandardStream(self, state)
         held = (embedding,) if embedding is not None else tuple(sources or ())
         self._check_state(len(held), partial is not None)
+        if partial is not None:
+            checks.same_shape("the partial sum", partial, "source 0", held[0])
         if bank is None and not _infers():
             return BlockStream(self, held, partial)
         if torch.is_grad_enabled():

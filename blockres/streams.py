@@ -23,6 +23,11 @@ class Stream:
         self.position = residual.start
         self._update: Tensor | None = None
 
+    @property
+    def _size(self) -> int:
+        assert self._residual.sublayers_per_block is not None
+        return self._residual.sublayers_per_block
+
     def _accept(self, update: Tensor, like: Tensor) -> None:
         if self.position >= self._residual.stop:
             raise ValueError(
@@ -103,11 +108,6 @@ class BlockStream(Stream):
         """`(sources, partial)`: the completed sources, and the open block's sum if a block is open."""
         self._settle()
         return self._sources, self._partial
-
-    @property
-    def _size(self) -> int:
-        assert self._residual.sublayers_per_block is not None
-        return self._residual.sublayers_per_block
 
     def _readable(self) -> tuple[Tensor, ...]:
         return self._sources if self._partial is None else (*self._sources, self._partial)

@@ -212,7 +212,7 @@ def attn_res_step(
         dim, bank.element_size(), min(bank.element_size(), added.element_size(), out.element_size()), launch.lanes()
     )
     parameters = vectors(query, key_weight, norm_weight)
-    alignment = Alignment(*(_alignment(rows) for rows in (slots, before, writes, target, result)))
+    alignment = _alignments(bank, slots, before, writes, target, result)
     with on_device(bank):
         _attn_res_step[(launch.persistent(slots.count, plan.resident, bank.device),)](
             bank,
@@ -247,6 +247,11 @@ def _one_stride(name: str, x: Tensor) -> Rows:
             f"the rows of {name} must be one stride apart, got shape {tuple(x.shape)} with strides {x.stride()}"
         )
     return rows
+
+
+def _alignments(bank: Tensor, slots: Rows, *others: Rows) -> Alignment:
+    every_slot = math.gcd(_alignment(slots), bank.stride(0) * bank.element_size())
+    return Alignment(every_slot, *map(_alignment, others))
 
 
 def _alignment(rows: Rows) -> int:

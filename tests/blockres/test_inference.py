@@ -471,6 +471,13 @@ def test_a_stream_whose_bank_went_to_another_one_is_refused(inference):
             act()
 
 
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.inference_mode])
+def test_a_partial_sum_of_another_shape_is_refused(guard):
+    part = BlockAttnRes(8, 4, 2, start=1)
+    with guard(), pytest.raises(ValueError, match=r"the partial sum has shape \(1, 8\), source 0 has \(5, 8\)"):
+        part.stream(sources=[torch.ones(5, 8)], partial=torch.ones(1, 8))
+
+
 def test_a_bank_is_refused_where_gradients_are_on():
     with pytest.raises(RuntimeError, match="has no gradients"):
         SMALL.stream(torch.ones(1, 8), bank=SMALL.bank(2))
@@ -496,6 +503,9 @@ STEP = torch.ones(3, 5, 8)
         ({"out": torch.ones(4, 8)}, ValueError, "out has shape"),
         ({"out": torch.ones(5, 8), "out_dtype": BF16}, ValueError, "out_dtype says torch.bfloat16"),
         ({"norm_eps": 1e-5}, ValueError, "without norm_weight"),
+        ({"out": STEP[1]}, ValueError, "out is one of the slots that are read"),
+        ({"update": torch.ones(5, 8), "total": STEP[0]}, ValueError, "total is one of the slots that are read"),
+        ({"out": nn.Parameter(torch.ones(5, 8))}, RuntimeError, "has no gradient"),
     ],
 )
 def test_mistakes_in_a_step_are_explained(arguments, error, message):

@@ -13,6 +13,7 @@ from bench.interpreter import count_traffic
 from bench.resources import SHARED_LIMITS, Shape, measure
 from blockres import reference
 from blockres_kernels import launch, step
+from blockres_kernels.sources import rows_of
 from tests.support.memory import guarded
 from tests.support.numerics import assert_rounded_once, correlated_sources, relative_error
 
@@ -228,6 +229,13 @@ def test_slots_are_read_where_they_lie(layout, device):
     strided = dataclasses.replace(strided, partial=problem.partial.clone())
     for x, y in zip(strided.run(), compact.run(), strict=True):
         assert torch.equal(x, y)
+
+
+def test_no_more_alignment_is_promised_than_every_slot_has():
+    """Slots apart by an odd number of elements, though the first one and its rows lie at multiples of 16 bytes."""
+    apart = torch.empty(3, 2 * 96 + 1, dtype=torch.bfloat16)[:, :192].unflatten(1, (2, 96))
+    even = torch.empty(3, 2, 96, dtype=torch.bfloat16)
+    assert [step._alignments(bank, *5 * [rows_of([bank[0]])]).bank for bank in (apart, even)] == [2, 16]
 
 
 UPDATES = {

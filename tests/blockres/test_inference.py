@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from bench.interpreter import count_traffic
 from bench.live import LiveStorages, of_size
@@ -15,6 +14,7 @@ from blockres import functional, ops, reference
 from blockres.inference import InferenceStream
 from blockres.modules import BlockAttnRes
 from blockres.streams import BlockStream, StandardStream
+from tests.support.memory import Allocations
 from tests.support.numerics import assert_rounded_once, relative_error
 
 DIM, TOKENS = 12, 5
@@ -190,21 +190,6 @@ def test_one_launch_for_each_sublayer(size, in_bank, inference, monkeypatch):
             assert traffic.launches == []
 
 
-class Made(TorchDispatchMode):
-    """The elements of every tensor that an operation makes and that is no view; insides of operations are not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = [x.data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
-        if isinstance(result, Tensor) and not func.is_view and result.data_ptr() not in given:
-            self.elements.append(result.numel())
-        return result
-
-
 @pytest.mark.parametrize("guard", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_nothing_is_allocated_on_a_bank(size, guard):
@@ -214,7 +199,7 @@ def test_nothing_is_allocated_on_a_bank(size, guard):
     with guard():
         for _ in range(2):
             x = torch.randn(8, DIM)
-            with Made() as made:
+            with Allocations() as made:
                 stream, read = residual.stream(x, bank=bank), []
                 for norm in norms[:-1]:
                     read.append(stream.read(norm))

@@ -10,6 +10,7 @@ from torch import Tensor
 from bench.interpreter import count_traffic
 from blockres import reference
 from blockres_kernels import merge
+from tests.support.layouts import ROW_LAYOUTS
 from tests.support.memory import guarded, poisoned_allocations
 from tests.support.numerics import assert_rounded_once, correlated_sources, relative_error
 
@@ -203,20 +204,11 @@ def test_results_are_written_in_full_and_nothing_else_is(shape, device):
         assert torch.equal(x, y)
 
 
-LAYOUTS = {
-    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "padded": lambda x: torch.nn.functional.pad(x, (0, 13))[..., :-13],
-    "one token for all": lambda x: x[:1, :1].expand_as(x),
-    "every other row": lambda x: x.repeat_interleave(2, 1)[:, ::2],
-    "a last dimension of stride 0": lambda x: x[..., :1].expand_as(x),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
 def test_rows_of_any_layout(layout, device):
     problem = random_merge((3, 4, 96), device, stream=BF16)
     names = ("output", "partial", "update", "grad_h", "grad_partial")
-    strided = dataclasses.replace(problem, **{name: LAYOUTS[layout](getattr(problem, name)) for name in names})
+    strided = dataclasses.replace(problem, **{name: ROW_LAYOUTS[layout](getattr(problem, name)) for name in names})
     compact = dataclasses.replace(strided, **{name: getattr(strided, name).contiguous() for name in names})
     got, want = strided.run(), compact.run()
     for x, y in zip([*got[:2], *got[2]], [*want[:2], *want[2]], strict=True):

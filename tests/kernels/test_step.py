@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.interpreter import count_traffic
 from bench.resources import SHARED_LIMITS, Shape, measure
 from blockres import reference
 from blockres_kernels import launch, step
 from blockres_kernels.sources import rows_of
-from tests.support.memory import guarded
+from tests.support.layouts import ROW_LAYOUTS
+from tests.support.memory import Allocations, guarded
 from tests.support.numerics import assert_rounded_once, correlated_sources, relative_error
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -238,19 +238,10 @@ def test_no_more_alignment_is_promised_than_every_slot_has():
     assert [step._alignments(bank, *5 * [rows_of([bank[0]])]).bank for bank in (apart, even)] == [2, 16]
 
 
-UPDATES = {
-    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "padded": lambda x: torch.nn.functional.pad(x, (0, 13))[..., :-13],
-    "one token for all": lambda x: x[:1, :1].expand_as(x),
-    "every other row": lambda x: x.repeat_interleave(2, 1)[:, ::2],
-    "a last dimension of stride 0": lambda x: x[..., :1].expand_as(x),
-}
-
-
-@pytest.mark.parametrize("layout", UPDATES)
+@pytest.mark.parametrize("layout", ROW_LAYOUTS)
 def test_updates_of_any_layout(layout, device):
     problem = random_step(3, (3, 4, 96), device, stream=BF16)
-    strided = dataclasses.replace(problem, update=UPDATES[layout](problem.update), partial=problem.partial.clone())
+    strided = dataclasses.replace(problem, update=ROW_LAYOUTS[layout](problem.update), partial=problem.partial.clone())
     compact = dataclasses.replace(strided, update=strided.update.contiguous())
     for x, y in zip(strided.run(), compact.run(), strict=True):
         assert torch.equal(x, y)
@@ -299,20 +290,6 @@ def test_rows_are_moved_as_often_as_promised(count, dim, stream, narrow, case, n
     assert len(traffic.launches) == 1
 
 
-class Allocations(TorchDispatchMode):
-    """Notes every operation that makes a tensor which is no view of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and isinstance(result, Tensor):
-            self.made.append(str(func))
-        return result
-
-
 @pytest.mark.parametrize("case", OPEN)
 def test_nothing_is_allocated(case, device, monkeypatch):
     problem = random_step(3, (4, 96), device, stream=BF16, case=case)
@@ -322,7 +299,7 @@ def test_nothing_is_allocated(case, device, monkeypatch):
     with Allocations() as allocations:
         step.attn_res_step(*arguments, *problem.settings)
     assert len(launched) == 1
-    assert allocations.made == []
+    assert allocations.elements == []
 
 
 REPRESENTATIVE = [

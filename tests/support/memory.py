@@ -1,4 +1,4 @@
-"""Buffers whose surroundings are watched, and allocations full of NaN."""
+"""Buffers whose surroundings are watched, and allocations that are counted or full of NaN."""
 
 import contextlib
 import math
@@ -29,6 +29,21 @@ def guarded(values: Tensor) -> Guarded:
     copy = Guarded(values.shape, values.dtype, values.device)
     copy.tensor.copy_(values)
     return copy
+
+
+class Allocations(TorchDispatchMode):
+    """The elements of every tensor that an operation makes and that is no view; insides of operations are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = [x.data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
+        if isinstance(result, Tensor) and not func.is_view and result.data_ptr() not in given:
+            self.elements.append(result.numel())
+        return result
 
 
 class _Poison(TorchDispatchMode):

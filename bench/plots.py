@@ -269,7 +269,7 @@ def counted(rows: Sequence[Row], foot: str) -> Figure | None:
         panel.margins(x=0.3)
         _names_down(panel, [row["implementation"] for row in own])
         sublayers, per_block = shape.split("x")
-        panel.set_title(f"{sublayers} sublayers, {per_block} per block")
+        panel.set_title(f"{sublayers} sublayers, {per_block} per block, D = {own[0]['dim']}")
         panel.set_xlabel("forward (dark) + backward (light)")
     return fig
 

@@ -62,7 +62,14 @@ class Count:
         phases = {phase: self.per_sublayer(phase) for phase in ("forward", "backward")}
         launches = {f"kernels {phase}": self.launches(phase)[0] for phase in phases}
         total = self.per_sublayer()
-        return {"implementation": self.name, "stack": stack, **phases, "total": total, "kept": self.kept} | launches
+        return {
+            "implementation": self.name,
+            "stack": stack,
+            "dim": self.shape.dim,
+            **phases,
+            "total": total,
+            "kept": self.kept,
+        } | launches
 
 
 def names() -> list[str]:

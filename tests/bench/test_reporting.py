@@ -150,7 +150,7 @@ def saved_rows():
     model = {"loss": 1.0, "peak MiB": 2.0, "tokens/s": 3.0, "spread": 0.1, "case": "four layers"}
     return {
         "cpu": spread_over([cpu_row], allocator=["default", "keep"]),
-        "stack": [by | {"stack": "8x4", "forward": 6.0, "backward": 8.0, "total": 14.0, "kept": 2.0}],
+        "stack": [by | {"stack": "8x4", "dim": 64, "forward": 6.0, "backward": 8.0, "total": 14.0, "kept": 2.0}],
         "traffic": [by | {"forward": 6.0, "floor forward": 6}],
         "resources": [by | {"registers": 255}],
         "device": [

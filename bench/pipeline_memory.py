@@ -131,6 +131,8 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=3, default=(1, 5, 12), metavar=("B", "T", "D"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if not dist.is_torchelastic_launched():
+        parser.error("start it with torchrun: torchrun --standalone --nproc-per-node 4 -m bench.pipeline_memory")
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         print(f"P={dist.get_world_size()} V={options.virtual_stages} M={options.num_microbatches}, Interleaved 1F1B")

@@ -646,7 +646,7 @@ class _Backward(NamedTuple):
         lse, first = self.statistics.lse, self.sources.tensors[0]
         parts = 1 if self.parameters[2] is None else 2
         plan = launch.attn_res_backward(dim, first.element_size(), bucket, parts == 2, launch.lanes())
-        programs = launch.persistent_programs(tokens, plan.resident, lse.device)
+        programs = launch.persistent_with_sums(tokens, plan.resident, lse.device)
         sliced = plan.slices > 1
         scratch = Scratch(
             lse.new_empty((plan.slices * programs, bucket, 4), dtype=torch.int64),

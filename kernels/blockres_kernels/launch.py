@@ -197,6 +197,7 @@ class MergeBackward:
     resident: int
 
 
+@functools.cache
 def attn_res_merge_forward(dim: int) -> MergeForward:
     """One row in one tile. 512 elements a warp are 16 bytes a lane in bf16, with 64 lanes too.
 
@@ -207,6 +208,7 @@ def attn_res_merge_forward(dim: int) -> MergeForward:
     return MergeForward(tile_of(dim, block), options(warps) if dim <= 8192 else {"num_warps": warps})
 
 
+@functools.cache
 def attn_res_merge_backward(dim: int, itemsizes: tuple[int, ...], norm: bool, lanes: int) -> MergeBackward:
     """Output, partial, gradient and the sums for two parameters are five rows in registers, all of them at D = 8192.
 
@@ -225,7 +227,7 @@ def attn_res_merge_backward(dim: int, itemsizes: tuple[int, ...], norm: bool, la
     return MergeBackward(*tiles, slices, threads // lanes, 256 // threads)
 
 
-def persistent_programs(tokens: int, resident: int, device: torch.device) -> int:
+def persistent_with_sums(tokens: int, resident: int, device: torch.device) -> int:
     """Programs that stride over the tokens: as many as run at a time, but no row of sums for less than 16 tokens."""
     processors = multiprocessors(device)
     return min(tokens, max(processors, min(processors * resident, tokens // 16)))
@@ -271,6 +273,7 @@ class InterBackward:
     resident: int
 
 
+@functools.cache
 def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int, lanes: int) -> InterForward:
     """Up to 160 registers of a thread hold sources, 4 bytes an element: 5 rows of D = 7168, 9 of 4096.
 
@@ -287,6 +290,7 @@ def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int, 
     return InterForward(words <= threads * 160, tile_of(dim, width), group, panel, *warps, 8 // warps[1])
 
 
+@functools.cache
 def attn_res_inter_backward(
     dim: int, itemsize: int, queries: int, sources: int, norm: bool, adds: bool, lanes: int
 ) -> InterBackward:

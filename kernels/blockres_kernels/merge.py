@@ -290,7 +290,7 @@ def attn_res_merge_backward(
     dlse = lse.new_empty(lse.shape)
     itemsizes = tuple(x.element_size() for x in (grad_h, output, partial_new))
     plan = launch.attn_res_merge_backward(shape[-1], itemsizes, norm_weight is not None, launch.lanes())
-    programs = launch.persistent_programs(tokens, plan.resident, output.device)
+    programs = launch.persistent_with_sums(tokens, plan.resident, output.device)
     dkey_rows = stats.new_empty(programs, shape[-1])
     dnorm_rows = stats.new_empty(0 if norm_weight is None else dkey_rows.shape)
     if output.numel():

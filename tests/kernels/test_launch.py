@@ -81,5 +81,5 @@ def test_programs_are_no_more_than_tokens_and_what_runs_at_a_time():
     cpu = torch.device("cpu")
     at_a_time = 8 * launch.multiprocessors(cpu)
     assert [launch.persistent(tokens, 8, cpu) for tokens in (1, 5, 10**6)] == [1, 5, at_a_time]
-    assert [launch.persistent_programs(tokens, 8, cpu) for tokens in (1, 10**6)] == [1, at_a_time]
-    assert launch.persistent_programs(40, 8, cpu) == launch.multiprocessors(cpu)
+    assert [launch.persistent_with_sums(tokens, 8, cpu) for tokens in (1, 10**6)] == [1, at_a_time]
+    assert launch.persistent_with_sums(40, 8, cpu) == launch.multiprocessors(cpu)

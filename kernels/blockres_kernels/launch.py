@@ -197,7 +197,6 @@ class MergeBackward:
     resident: int
 
 
-@functools.cache
 def attn_res_merge_forward(dim: int) -> MergeForward:
     """One row in one tile. 512 elements a warp are 16 bytes a lane in bf16, with 64 lanes too.
 

@@ -28,7 +28,9 @@ REPRESENTATIVE = [
     ("attn_res_merge_backward", Shape(7168, 1, "float32")),
     ("attn_res_merge_backward", Shape(8192, 1, "bfloat16", norm=False, adds=False)),
     ("attn_res_merge_backward", Shape(16384, 1, "bfloat16", stream="float32")),
+    ("attn_res_step", Shape(768, 9, "float32")),
     ("attn_res_step", Shape(7168, 9, "bfloat16")),
+    ("attn_res_step", Shape(16384, 9, "bfloat16")),
 ]
 ELSEWHERE = [
     ("attn_res_forward", Shape(7168, 9, "bfloat16")),
@@ -37,6 +39,7 @@ ELSEWHERE = [
     ("attn_res_inter_backward", Shape(2048, 9, "bfloat16", 16)),
     ("attn_res_merge_forward", Shape(7168, 1, "bfloat16")),
     ("attn_res_merge_backward", Shape(7168, 1, "bfloat16")),
+    ("attn_res_step", Shape(7168, 9, "bfloat16")),
 ]
 SUMS, TERMS = "_add_rows", "_attn_res_inter_backward_terms"  # which touch no tensor [T, D]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.interpreter import count_traffic
-from bench.resources import SHARED_LIMITS, Shape, measure
+from bench.resources import Shape, measure
 from blockres import reference
 from blockres_kernels import launch, step
 from blockres_kernels.sources import rows_of
@@ -300,24 +300,6 @@ def test_nothing_is_allocated(case, device, monkeypatch):
         step.attn_res_step(*arguments, *problem.settings)
     assert len(launched) == 1
     assert allocations.elements == []
-
-
-REPRESENTATIVE = [
-    ("attn_res_step", Shape(768, 9, "float32")),
-    ("attn_res_step", Shape(7168, 9, "bfloat16")),
-    ("attn_res_step", Shape(16384, 9, "bfloat16")),
-]
-
-
-@pytest.mark.parametrize(("target", "cases"), [("sm_90", REPRESENTATIVE), ("gfx942", REPRESENTATIVE[1:2])])
-def test_the_kernel_fits_without_spills_and_loads_16_bytes_at_a_time(target, cases):
-    usages = measure(cases, [target])
-    assert len(usages) == len(cases)
-    for usage in usages:
-        assert usage.spilled == usage.narrow == 0, usage
-        assert usage.shared <= SHARED_LIMITS[target], usage
-        assert not usage.doubles, usage
-        assert usage.accesses["16 ld"] > 0
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(96, "bfloat16"), (100, "bfloat16"), (100, "float32")])

@@ -1,11 +1,18 @@
 """The definition itself: derivatives by finite differences, and the identities that the mathematics promises."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn.functional import rms_norm
 
 from blockres import reference
 from tests.support.operations import OPERATIONS, make_call
+
+
+def test_the_package_brings_it_along():
+    subprocess.run([sys.executable, "-c", "import blockres; blockres.reference.attn_res"], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -6,6 +6,8 @@ Every check is plain Python on shapes, strides and dtypes, so that `torch.compil
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +112,31 @@ def not_a_slot(name: str, value: Tensor, bank: Tensor) -> None:
     offset, stride = value.data_ptr() - bank.data_ptr(), bank.stride(0) * bank.element_size()
     if any(offset == slot * stride for slot in range(len(bank))):
         raise ValueError(f"{name} is one of the slots that are read; give a slot past them, or memory of its own")
+
+
+def integers(**sizes: Any) -> None:
+    """Numbers that count something; a bool is none."""
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool):
+            raise TypeError(f"{name} must be an integer, got {size!r} ({type(size).__name__})")
+
+
+def stream_rows(name: str, value: Tensor, dim: int) -> None:
+    """What a residual stream of width `dim` is opened with."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor [..., {dim}], got {kind(value)}")
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{name} must be one of {_names(FLOATS)}, got {value.dtype}")
+    if value.dim() < 1 or value.shape[-1] != dim:
+        raise ValueError(f"{name} must be [..., {dim}], the width of this residual; got shape {tuple(value.shape)}")
+
+
+def kind(value: Any) -> str:
+    """A value's type with its article, for a sentence that says what was received."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def parameter(name: str, value: Tensor | None, shape: Sequence[int], like: Tensor) -> None:

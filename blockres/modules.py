@@ -27,6 +27,10 @@ class AttnRes(nn.Module):
         eps: added to the mean square of a source before the root.
         scale: factor of the scores; the paper's is 1.
         key_weight: False leaves out the learned weight of the key norm.
+
+    Raises:
+        TypeError: where `dim` is no integer.
+        ValueError: where it is not positive.
     """
 
     query: Tensor
@@ -43,6 +47,9 @@ class AttnRes(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        checks.integers(dim=dim)
+        if dim < 1:
+            raise ValueError(f"dim must be at least 1, got {dim}")
         self.dim, self.eps, self.scale = dim, eps, scale
         self.query = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.register_parameter(
@@ -101,6 +108,7 @@ class BlockAttnRes(nn.Module):
             per block: what is saved per sublayer is then what a standard pre-norm residual saves. Eager mode only.
 
     Raises:
+        TypeError: where a size is no integer.
         ValueError: where a size is not positive, or `start … stop` does not lie within the network.
     """
 
@@ -122,6 +130,9 @@ class BlockAttnRes(nn.Module):
     ) -> None:
         super().__init__()
         stop = num_sublayers if stop is None else stop
+        checks.integers(dim=dim, num_sublayers=num_sublayers, start=start, stop=stop)
+        if sublayers_per_block is not None:
+            checks.integers(sublayers_per_block=sublayers_per_block)
         if dim < 1 or num_sublayers < 1:
             raise ValueError(f"dim and num_sublayers must be at least 1, got {dim} and {num_sublayers}")
         if sublayers_per_block is not None and sublayers_per_block < 1:
@@ -163,12 +174,14 @@ class BlockAttnRes(nn.Module):
         and allocates nothing; see `Bank` for how long what it returns is valid.
 
         Raises:
-            ValueError: where the number of sources, or whether there is a partial, is not what sublayer `start` finds;
-                where the stream does not fit into the bank.
+            TypeError: where what is given is no tensor of float32, bfloat16, float16 or float64.
+            ValueError: where it is not `dim` wide; where the number of sources, or whether there is a partial, is not
+                what sublayer `start` finds; where the stream does not fit into the bank.
             RuntimeError: with a bank where gradients are on.
         """
         if (embedding is None) == (sources is None) or (embedding is not None and partial is not None):
             raise ValueError("give either the embedding, or the sources (and the partial, where a block is open)")
+        self._check_width(embedding, sources, partial)
         if self.sublayers_per_block is None:
             state = embedding if embedding is not None else partial
             if state is None or sources:
@@ -201,10 +214,12 @@ class BlockAttnRes(nn.Module):
                 aggregations' parameters.
 
         Raises:
+            TypeError: where `max_tokens` is no integer.
             ValueError: for a standard residual, or where `max_tokens` is not positive.
         """
         if self.sublayers_per_block is None:
             raise ValueError("a standard residual (sublayers_per_block=None) has no sources, and needs no bank")
+        checks.integers(max_tokens=max_tokens)
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         parameter = next(self.parameters(), torch.empty(0))
@@ -220,12 +235,21 @@ class BlockAttnRes(nn.Module):
         """Run all sublayers on the embedding `[..., D]` and return the output state `[..., D]`.
 
         `norms`, one for each sublayer, are fused into the aggregations: sublayer l then receives its normalised input.
+
+        Raises:
+            ValueError: where the network has another number of sublayers, or there is another number of norms.
         """
         stream = self.stream(embedding)
         if norms is None:
             for sublayer in sublayers:
                 stream.write(sublayer(stream.read()))
         else:
+            sublayers, norms = list(sublayers), list(norms)
+            if len(sublayers) != len(norms):
+                raise ValueError(
+                    f"each sublayer has one norm, got {len(sublayers)} sublayers and {len(norms)} norms; "
+                    "the norm after the last sublayer is applied to what forward returns"
+                )
             for sublayer, norm in zip(sublayers, norms, strict=True):
                 stream.write(sublayer(stream.read(norm)))
         if stream.position != self.num_sublayers:
@@ -246,6 +270,15 @@ class BlockAttnRes(nn.Module):
         aggregation = self.aggregations[str(index)]
         assert isinstance(aggregation, AttnRes)
         return aggregation
+
+    def _check_width(self, embedding: Tensor | None, sources: Sequence[Tensor] | None, partial: Tensor | None) -> None:
+        """Here rather than at the first read, which may be far from where the stream was opened."""
+        if embedding is not None:
+            checks.stream_rows("the embedding", embedding, self.dim)
+        for j, source in enumerate(() if sources is None else sources):
+            checks.stream_rows(f"source {j}", source, self.dim)
+        if partial is not None:
+            checks.stream_rows("the partial sum", partial, self.dim)
 
     def _check_state(self, num_sources: int, has_partial: bool) -> None:
         blocks, inside = divmod(self.start, self.sublayers_per_block or 1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from blockres import checks
 from blockres.functional import attn_res_inter, attn_res_inter_chained, attn_res_merge
 from blockres.norms import Norm, norm_arguments
 
@@ -33,6 +34,12 @@ class Stream:
             raise ValueError(
                 f"this stream ends before sublayer {self._residual.stop}: all of its sublayers have been written"
             )
+        if not isinstance(update, Tensor):
+            hint = " (write its first element?)" if isinstance(update, (tuple, list)) else ""
+            raise TypeError(
+                f"sublayer {self.position} wrote {checks.kind(update)}; "
+                f"a tensor [..., {self._residual.dim}] is expected{hint}"
+            )
         if update.shape != like.shape:
             raise ValueError(
                 f"sublayer {self.position} wrote {tuple(update.shape)} into a stream of {tuple(like.shape)}"
@@ -48,7 +55,12 @@ class Stream:
         raise NotImplementedError
 
     def write(self, update: Tensor) -> None:
-        """Add a sublayer's output `[..., D]`."""
+        """Add a sublayer's output `[..., D]`.
+
+        Raises:
+            TypeError: for anything but a tensor, such as the tuple that many attentions return.
+            ValueError: for another shape than the stream's, or after the last sublayer.
+        """
         raise NotImplementedError
 
     def state(self) -> tuple[tuple[Tensor, ...], Tensor | None]:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import re
 
 import pytest
 import torch
@@ -356,6 +357,15 @@ def test_forward_with_norms_is_the_stream_with_norms():
         (lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 3), "has 4 sublayers, got 3"),
         (lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 5), "all of its sublayers"),
         (lambda: BlockAttnRes(8, 4, 2).stream(torch.ones(1, 8)).write(torch.ones(2, 8)), r"wrote \(2, 8\)"),
+        (lambda: AttnRes(0), "dim must be at least 1, got 0"),
+        (
+            lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 4, [None] * 3),
+            "got 4 sublayers and 3 norms",
+        ),
+        (
+            lambda: BlockAttnRes(8, 4, None)(torch.ones(1, 8), [nn.Identity()] * 4, [None] * 5),
+            "got 4 sublayers and 5 norms",
+        ),
         (lambda: AttnRes(8)([torch.ones(1, 8)], norm=nn.RMSNorm(4)), r"has a weight \[8\]"),
         (lambda: AttnRes(8)([torch.ones(1, 8)], norm=nn.RMSNorm(8, elementwise_affine=False)), r"has a weight \[8\]"),
     ],
@@ -363,6 +373,81 @@ def test_forward_with_norms_is_the_stream_with_norms():
 def test_mistakes_are_explained(act, message):
     with pytest.raises(ValueError, match=message):
         act()
+
+
+@pytest.mark.parametrize("size", [2.5, 4.0, "4", True, torch.ones(())], ids=str)
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("dim", AttnRes),
+        ("dim", lambda size: BlockAttnRes(size, 8, 2)),
+        ("num_sublayers", lambda size: BlockAttnRes(8, size, 2)),
+        ("sublayers_per_block", lambda size: BlockAttnRes(8, 8, size)),
+        ("start", lambda size: BlockAttnRes(8, 8, 2, start=size)),
+        ("stop", lambda size: BlockAttnRes(8, 8, 2, stop=size)),
+        ("max_tokens", lambda size: BlockAttnRes(8, 8, 2).bank(size)),
+    ],
+)
+def test_sizes_are_integers(name, build, size):
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got {re.escape(repr(size))}"):
+        build(size)
+
+
+@pytest.fixture(params=[(2, False), (2, True), (None, False)], ids=["training", "inference", "standard"])
+def any_residual(request):
+    """A residual of width 8, with streams of each kind."""
+    size, infers = request.param
+    with torch.inference_mode(infers):
+        yield BlockAttnRes(8, 4, size)
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (
+            (torch.ones(1, 8), None),
+            r"sublayer 1 wrote a tuple; a tensor \[\.\.\., 8\] .* \(write its first element\?\)",
+        ),
+        ([torch.ones(1, 8)], r"wrote a list; .* \(write its first element\?\)"),
+        (None, "wrote None; .* is expected$"),
+        (3, "wrote an int; .* is expected$"),
+    ],
+)
+def test_what_is_written_is_a_tensor(any_residual, update, message):
+    stream = any_residual.stream(torch.ones(1, 8))
+    stream.write(stream.read())
+    with pytest.raises(TypeError, match=message):
+        stream.write(update)
+    stream.write(stream.read())
+    assert stream.position == 2
+
+
+@pytest.mark.parametrize(
+    ("embedding", "error", "message"),
+    [
+        ([torch.ones(1, 8)], TypeError, r"the embedding must be a tensor \[\.\.\., 8\], got a list"),
+        (torch.ones(1, 8, dtype=torch.long), TypeError, "the embedding must be one of float32.*got torch.int64"),
+        (torch.ones(2, 9), ValueError, r"the embedding must be \[\.\.\., 8\].*got shape \(2, 9\)"),
+        (torch.ones(2, 1), ValueError, r"got shape \(2, 1\)"),
+        (torch.ones(()), ValueError, r"got shape \(\)"),
+    ],
+)
+def test_a_stream_is_opened_with_rows_of_its_width(any_residual, embedding, error, message):
+    with pytest.raises(error, match=message):
+        any_residual.stream(embedding)
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_a_stream_is_rebuilt_from_rows_of_its_width(size):
+    part = BlockAttnRes(8, 4, size, start=1)
+    right, wrong = torch.ones(1, 8), torch.ones(1, 9)
+    sources = [] if size is None else [right]
+    with pytest.raises(ValueError, match=r"the partial sum must be \[\.\.\., 8\].*got shape \(1, 9\)"):
+        part.stream(sources=sources, partial=wrong)
+    with pytest.raises(TypeError, match="the partial sum must be a tensor"):
+        part.stream(sources=sources, partial=[right])
+    with pytest.raises(ValueError, match=r"source 0 must be \[\.\.\., 8\]"):
+        part.stream(sources=[wrong], partial=right)
 
 
 def test_another_norm_is_refused():

@@ -24,7 +24,7 @@ from blockres.models.huggingface.changed import (
     decoder_of,
     exchange,
 )
-from blockres.models.huggingface.families import Family, check_family, find_family
+from blockres.models.huggingface.families import FAMILIES, Family, check_family, find_family
 from blockres.models.instance_class import take_class
 from blockres.modules import BlockAttnRes
 
@@ -66,8 +66,15 @@ def apply_attn_res(
         The same model.
 
     Raises:
-        ValueError: for an unknown family, a description that does not fit, or a model that has been changed before.
+        TypeError: where `family` is no `Family`, or `sublayers_per_block` no integer.
+        ValueError: for an unknown family, a description that does not fit, or a model that has been changed before. The
+            model is then as it was.
     """
+    if not isinstance(family, (Family, type(None))):
+        raise TypeError(
+            f"family must be a blockres.models.Family, got {family!r}; a model of a family in blockres.models.FAMILIES "
+            f"({', '.join(sorted(FAMILIES))}) needs none"
+        )
     if isinstance(decoder_of(model), Changed):
         raise ValueError("this is a Block AttnRes model already; remove_attn_res(model) gives it its residual back")
     if getattr(model.config, SETTINGS, None) is not None:
@@ -83,8 +90,9 @@ def apply_attn_res(
         "recompute": recompute,
         "family": None if family is None else family.to_dict(),
     }
-    _own_config(model)
     graft(model, settings, dtype)
+    _own_config(model)
+    setattr(model.config, SETTINGS, settings)
     return model
 
 
@@ -116,7 +124,7 @@ def remove_attn_res(model: nn.Module) -> nn.Module:
 
 
 def graft(model: nn.Module, settings: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-    """`apply_attn_res` by settings as a configuration holds them; nothing is changed where a check fails."""
+    """Change a model by settings as a configuration holds them; nothing is changed where a check fails."""
     decoder = decoder_of(model)
     family = find_family(decoder) if settings["family"] is None else Family.from_dict(settings["family"])
     check_family(decoder, family)
@@ -128,7 +136,6 @@ def graft(model: nn.Module, settings: dict[str, Any], dtype: torch.dtype | None 
     exchange(getattr(decoder, family.final_norm), ChangedFinalNorm, plan, {})
     exchange(decoder, ChangedDecoder, plan, {})
     setattr(decoder, SETTINGS, residual)
-    setattr(model.config, SETTINGS, settings)
 
 
 def finish_loading(model: nn.Module, model_class: type[nn.Module]) -> None:

@@ -487,3 +487,27 @@ def test_misuse():
         apply_attn_res(changed("llama"), 2)
     with pytest.raises(ValueError, match="sublayers_per_block must be at least 1"):
         apply_attn_res(causal_lm("llama"), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"sublayers_per_block": 2.5}, TypeError, "sublayers_per_block must be an integer, got 2.5"),
+        ({"sublayers_per_block": True}, TypeError, "sublayers_per_block must be an integer, got True"),
+        ({"sublayers_per_block": 0}, ValueError, "at least 1"),
+        (
+            {"sublayers_per_block": 2, "family": "llama"},
+            TypeError,
+            r"blockres.models.Family, got 'llama'.*\(gpt2, llama.*\) needs none",
+        ),
+    ],
+)
+def test_what_is_refused_changes_nothing(arguments, error, message):
+    model = causal_lm("llama")
+    config, kinds = model.config, [type(module) for module in model.modules()]
+    names = list(vars(config))
+    with pytest.raises(error, match=message):
+        apply_attn_res(model, **arguments)
+    assert model.config is model.model.config is config
+    assert list(vars(config)) == names
+    assert [type(module) for module in model.modules()] == kinds

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Literal
 
+from blockres import checks
+
 Placement = Literal["loop", "v"]
 
 
@@ -41,6 +43,7 @@ class BlockRouting:
         cache: whether a rank keeps the sources that it has seen. Without, every hop carries all of them.
 
     Raises:
+        TypeError: where a number is no integer, or `sublayers_per_stage` no sequence of them.
         ValueError: for negative sublayers, S < 1, or stages that cannot be placed on P ranks.
     """
 
@@ -53,6 +56,11 @@ class BlockRouting:
         *,
         cache: bool = True,
     ) -> None:
+        if not isinstance(sublayers_per_stage, Iterable):
+            raise TypeError(
+                f"sublayers_per_stage is a list with one number for each stage, got {sublayers_per_stage!r}; "
+                f"split_sublayers({sublayers_per_stage!r}, num_stages) makes one"
+            )
         self.sublayers_per_stage = tuple(sublayers_per_stage)
         self.sublayers_per_block = sublayers_per_block
         self.pp_size = pp_size
@@ -61,6 +69,12 @@ class BlockRouting:
         self._check()
         self._starts = (0, *accumulate(self.sublayers_per_stage))
         self._ranks = tuple(self._place(stage) for stage in range(self.num_stages))
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockRouting({list(self.sublayers_per_stage)}, sublayers_per_block={self.sublayers_per_block}, "
+            f"pp_size={self.pp_size}, placement={self.placement!r}, cache={self.cache})"
+        )
 
     @property
     def num_stages(self) -> int:
@@ -82,6 +96,8 @@ class BlockRouting:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in model order."""
+        if not 0 <= rank < self.pp_size:
+            raise ValueError(f"rank {rank} is out of range: there are {self.pp_size} ranks, counted from 0")
         return tuple(stage for stage, owner in enumerate(self._ranks) if owner == rank)
 
     def is_local(self, stage: int) -> bool:
@@ -188,6 +204,11 @@ class BlockRouting:
             raise ValueError(f"stage {stage} is out of range: there are {self.num_stages} stages, counted from 0")
 
     def _check(self) -> None:
+        checks.integers(pp_size=self.pp_size)
+        for stage, count in enumerate(self.sublayers_per_stage):
+            checks.integers(**{f"sublayers_per_stage[{stage}]": count})
+        if self.sublayers_per_block is not None:
+            checks.integers(sublayers_per_block=self.sublayers_per_block)
         if any(count < 0 for count in self.sublayers_per_stage):
             raise ValueError(f"sublayers_per_stage must not be negative, got {list(self.sublayers_per_stage)}")
         if self.sublayers_per_block is not None and self.sublayers_per_block < 1:

@@ -179,10 +179,34 @@ def test_wrong_arguments_are_refused(arguments: tuple, message: str) -> None:
         BlockRouting(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((12, 4, 2), r"one number for each stage, got 12; split_sublayers\(12, num_stages\) makes one"),
+        (([1, 1.5], 2, 2), r"sublayers_per_stage\[1\] must be an integer, got 1.5"),
+        (([1, 1], 2.5, 2), "sublayers_per_block must be an integer, got 2.5"),
+        (([1, 1], True, 2), "sublayers_per_block must be an integer, got True"),
+        (([1, 1], 2, "2"), "pp_size must be an integer, got '2'"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        BlockRouting(*arguments)
+
+
+@pytest.mark.parametrize("routing", [BlockRouting([2, 1], 2, 2), BlockRouting([1] * 4, None, 2, "v", cache=False)])
+def test_the_repr_builds_the_routing_again(routing: BlockRouting) -> None:
+    again = eval(repr(routing))
+    assert vars(again) == vars(routing)
+
+
 def test_wrong_questions_are_refused() -> None:
     routing = BlockRouting([2, 2], 2, 2)
     with pytest.raises(ValueError, match="stage 2 is out of range"):
         routing.rank_of(2)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank {rank} is out of range: there are 2 ranks"):
+            routing.stages_of(rank)
     with pytest.raises(ValueError, match="not source 1"):
         BlockRouting([2, 2, 2, 2], 2, 2).readers(2, 1)
 

@@ -4,7 +4,7 @@
 """
 
 from blockres.models.foreign import fused_attnres, kimi_k3_attn_res, liger_attn_res
-from blockres.models.gpt import GPT, GPTConfig
+from blockres.models.gpt import GPT, GPTConfig, next_token_loss
 from blockres.models.huggingface import (
     FAMILIES,
     Family,
@@ -34,6 +34,7 @@ __all__ = [
     "kimi_k3_attn_res",
     "layers_from_sublayers",
     "liger_attn_res",
+    "next_token_loss",
     "pipeline_part",
     "remove_attn_res",
     "replace_attn_res",

@@ -273,6 +273,10 @@ class BlockAttnRes(nn.Module):
 
     def _check_width(self, embedding: Tensor | None, sources: Sequence[Tensor] | None, partial: Tensor | None) -> None:
         """Here rather than at the first read, which may be far from where the stream was opened."""
+        if isinstance(sources, Tensor):
+            raise TypeError(
+                f"sources must be a sequence of tensors [..., {self.dim}], got one tensor: unbind(0) splits it"
+            )
         if embedding is not None:
             checks.stream_rows("the embedding", embedding, self.dim)
         for j, source in enumerate(() if sources is None else sources):

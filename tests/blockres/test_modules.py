@@ -444,6 +444,8 @@ def test_a_stream_is_rebuilt_from_rows_of_its_width(size):
     sources = [] if size is None else [right]
     with pytest.raises(ValueError, match=r"the partial sum must be \[\.\.\., 8\].*got shape \(1, 9\)"):
         part.stream(sources=sources, partial=wrong)
+    with pytest.raises(TypeError, match=r"sources must be a sequence of tensors.*got one tensor"):
+        part.stream(sources=right[None], partial=right)
     with pytest.raises(TypeError, match="the partial sum must be a tensor"):
         part.stream(sources=sources, partial=[right])
     with pytest.raises(ValueError, match=r"source 0 must be \[\.\.\., 8\]"):

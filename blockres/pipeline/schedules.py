@@ -61,9 +61,12 @@ def check_schedule(name: str, pp_size: int, virtual_stages: int, n_microbatches:
     if n_microbatches < 1:
         raise ValueError(f"there must be at least 1 microbatch, got {n_microbatches}")
     if virtual_stages < 1 or rules.virtual_stages not in (None, virtual_stages):
+        wanted = {None: "one or more stages", 1: "exactly 1 stage"}.get(
+            rules.virtual_stages, f"exactly {rules.virtual_stages} stages"
+        )
         raise ValueError(
-            f"{name} runs exactly {rules.virtual_stages or 'one or more'} stages on each rank, got {virtual_stages} "
-            "virtual stages"
+            f"{name} runs {wanted} on each rank, got {virtual_stages} virtual stages; with blockres.train pass "
+            f"--virtual-stages {rules.virtual_stages or 1}"
         )
     least = pp_size * virtual_stages if rules.one_microbatch_per_stage else 1
     if n_microbatches < least:

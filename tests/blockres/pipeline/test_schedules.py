@@ -55,8 +55,10 @@ def test_refusals_are_in_a_users_words() -> None:
         check_schedule("Interleaved1F1B", 2, 2, 7)
     with pytest.raises(ValueError, match=r"as many microbatches as stages: 3 microbatches, 2 ranks × 2 = 4 stages"):
         check_schedule("DualPipeV", 2, 2, 3)
-    with pytest.raises(ValueError, match="exactly 1 stages on each rank, got 2"):
+    with pytest.raises(ValueError, match=r"exactly 1 stage on each rank, got 2 .* --virtual-stages 1$"):
         check_schedule("GPipe", 2, 2, 4)
+    with pytest.raises(ValueError, match=r"exactly 2 stages on each rank, got 1 .* --virtual-stages 2$"):
+        check_schedule("DualPipeV", 2, 1, 4)
     with pytest.raises(ValueError, match="at least 1 microbatch"):
         check_schedule("GPipe", 2, 1, 0)
     with pytest.raises(ValueError, match="unknown pipeline schedule 'OneF'; there are GPipe, 1F1B"):

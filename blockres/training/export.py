@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -27,23 +27,38 @@ METADATA = "blockres"
 """The key under which the file describes its model."""
 
 
-def export_model(source: Path, file: Path) -> None:
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the number of parameters, and the checkpoint that they are of, after so many steps."""
+
+    num_parameters: int
+    checkpoint: Path
+    step: int
+
+
+def export_model(source: Path, file: Path) -> Exported:
     """Write the model of a checkpoint, or of the newest in a run's directory, to `file`: complete, or not at all.
 
     Raises:
         ValueError: where the checkpoint is damaged or is none.
-        OSError: where the file cannot be written.
+        OSError: where the file is there already, or cannot be written.
     """
+    if file.exists():
+        raise FileExistsError(f"{file} exists already: give another name, or remove it")
     found = Checkpoint.open(checkpoint.newest(source) or source)
     found.verify()
     model = _build(_description(found))
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     found.load({f"model.{name}": value for name, value in state.items()})
     unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished.touch()
+    mode = unfinished.stat().st_mode  # of any new file here; safetensors writes one that only its owner may read
     save_file(state, unfinished, metadata={"format": "pt", METADATA: json.dumps(_description(found))})
+    unfinished.chmod(mode)
     with unfinished.open("rb") as written:
         os.fsync(written.fileno())
     unfinished.replace(file)
+    return Exported(sum(parameter.numel() for parameter in state.values()), found.path, found.step)
 
 
 def load_model(file: Path) -> nn.Module:
@@ -85,19 +100,20 @@ class Arguments:
 
     Args:
         checkpoint: a checkpoint, or the directory of a run, of which the newest is taken.
-        file: where to.
+        file: a new file.
     """
 
-    checkpoint: tyro.conf.Positional[Path]
-    file: tyro.conf.Positional[Path]
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
 
 
 def main() -> None:
     arguments = tyro.cli(Arguments, prog="python -m blockres.training.export")
     try:
-        export_model(arguments.checkpoint, arguments.file)
+        done = export_model(arguments.checkpoint, arguments.file)
     except (ValueError, OSError) as error:
         sys.exit(f"blockres.training.export: {error}")
+    print(f"{arguments.file}: {done.num_parameters:,} parameters of {done.checkpoint}, after step {done.step}")
 
 
 if __name__ == "__main__":

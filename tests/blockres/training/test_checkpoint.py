@@ -258,6 +258,21 @@ def test_an_export_is_the_unsplit_model(finished, tmp_path):
     file.unlink()
 
 
+def test_an_export_says_what_it_wrote_and_replaces_nothing(finished, tmp_path, capsys):
+    file = tmp_path / "model.safetensors"
+    with mock.patch("sys.argv", ["export", str(finished), str(file)]):
+        export.main()
+        said = capsys.readouterr().out
+        with pytest.raises(SystemExit) as end:
+            export.main()
+    count = sum(tensor.numel() for tensor in load_file(file).values())
+    assert said == f"{file}: {count:,} parameters of {finished / 'step-000004'}, after step 4\n"
+    assert f"{file} exists already" in str(end.value.code)
+    (tmp_path / "other").touch()
+    assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
 def test_what_cannot_be_exported_or_loaded_is_said(halfway, tmp_path, capsys):
     (halfway / SHARD).unlink()
     with mock.patch("sys.argv", ["export", str(halfway), str(tmp_path / "x")]), pytest.raises(SystemExit) as end:

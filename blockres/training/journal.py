@@ -10,6 +10,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+SECONDS_OF_SILENCE = 20.0
+"""After so many a step is told in a line, where no progress bar is shown."""
+
 
 class Journal:
     """Writes `metrics.jsonl` and shows progress; made on every rank, and silent on all but the one that has the loss.
@@ -27,6 +30,7 @@ class Journal:
         self.training: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
         self._bar = tqdm(total=steps, initial=done, unit="step", disable=None if speaks else True, dynamic_ncols=True)
+        self._steps, self._last_said = steps, time.monotonic()
         self._file: TextIO | None = None
         if speaks:
             earlier = [record for record in _read(path) if _is_before(record, done)] if done else []
@@ -37,8 +41,11 @@ class Journal:
     def step(self, step: int, loss: float, tokens: int, seconds: float, **more: float) -> None:
         """Note a step, numbered from 1, of so many tokens and seconds."""
         self._note({"step": step, "loss": loss, "tokens_per_second": tokens / seconds, **more, "time": time.time()})
-        self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens / seconds:,.0f} tokens/s", refresh=False)
+        how = f"loss {loss:.3f}, {tokens / seconds:,.0f} tokens/s"
+        self._bar.set_postfix_str(how, refresh=False)
         self._bar.update()
+        if self._bar.disable and time.monotonic() - self._last_said >= SECONDS_OF_SILENCE:
+            self.say(f"step {step} of {self._steps}: {how}")
 
     def evaluation(self, step: int, loss: float) -> None:
         """Note a validation loss after so many steps."""
@@ -48,6 +55,7 @@ class Journal:
     def say(self, text: str) -> None:
         """Print on the rank that has the loss, above the progress bar."""
         if self._file is not None:
+            self._last_said = time.monotonic()
             self._bar.write(text)
             sys.stdout.flush()  # into a file as well, where minutes may pass until the next line
 
@@ -87,6 +95,11 @@ def closing_lines(facts: dict[str, str]) -> str:
     """The facts as aligned lines."""
     width = max(map(len, facts))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
+
+
+def counted(count: int, one: str, more: str | None = None) -> str:
+    """As in `1 stage`, `2 stages`; `more` is the plural, by default with an s."""
+    return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
 def human_bytes(count: float) -> str:

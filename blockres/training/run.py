@@ -19,7 +19,7 @@ from blockres.training import checkpoint
 from blockres.training.checkpoint import Checkpoint
 from blockres.training.config import TrainConfig
 from blockres.training.data import Corpus, Split
-from blockres.training.journal import Journal, closing_lines, human_bytes
+from blockres.training.journal import Journal, closing_lines, counted, human_bytes
 from blockres.training.launch import Launch, describe_problems
 from blockres.training.optim import learning_rate
 from blockres.training.saving import Saver, describe_differences
@@ -69,14 +69,14 @@ class Run:
     def __init__(self, setup: Setup, launch: Launch) -> None:
         self.setup, self.config, self.corpus, self.split = setup, setup.config, setup.corpus, setup.split
         self.out, self.step = self.config.run.out, setup.resumed.step if setup.resumed else 0
-        if dist.get_rank() == 0:
-            checkpoint.remove_unfinished(self.out)
-            _set_earlier_run_aside(self.out, setup.resumed)
-        dist.barrier()
         torch.manual_seed(self.config.run.seed + dist.get_rank())
         self.trainer = Trainer(self.config, self.split, setup.device)
         if setup.resumed:
             _load(self.trainer, setup.resumed, launch)
+        if dist.get_rank() == 0:  # what is there stays in its place until nothing stands in the way of this run
+            checkpoint.remove_unfinished(self.out)
+            _set_earlier_run_aside(self.out, setup.resumed)
+        dist.barrier()
         self.speaks = self.trainer.has_last and self.trainer.dp_rank == 0
         self.journal = Journal(self.out / "metrics.jsonl", self.config.run.steps, self.speaks, done=self.step)
         self.saver = Saver(self.out, launch, setup.settings, self.config.run.keep_checkpoints)
@@ -156,13 +156,14 @@ class Run:
         self.journal.say(
             f"{self.corpus.name}: {len(self.corpus.tokens):,} {unit}s, {len(split.train):,} to train on, "
             f"{len(split.validation):,} for validation\n"
-            f"an evaluation every {config.run.eval_interval} steps, on {self.trainer.num_eval_batches:,} of "
+            f"an evaluation every {counted(config.run.eval_interval, 'step')}, on {self.trainer.num_eval_batches:,} of "
             f"{split.num_validation_batches:,} batches (--eval-batches)\n"
             f"{_model_words(config.run.model)}{config.model.num_sublayers} sublayers, {config.model.residual} residual"
             f"{_block_words(config.model.block)}, {num_parameters:,} parameters\n"
-            f"{config.parallel.dp_size} × {routing.pp_size} processes on {self.trainer.device.type}, "
-            f"{config.parallel.virtual_stages} stages each ({config.parallel.schedule}, "
-            f"{config.parallel.num_microbatches} microbatches), sublayers per stage "
+            f"{_replica_words(config.parallel.dp_size)}{counted(routing.pp_size, 'process', 'processes')} on "
+            f"{self.trainer.device.type}, {counted(config.parallel.virtual_stages, 'stage')} each "
+            f"({config.parallel.schedule}, {counted(config.parallel.num_microbatches, 'microbatch', 'microbatches')}), "
+            f"sublayers per stage "
             f"{', '.join(map(str, routing.sublayers_per_stage))}"
         )
 
@@ -191,6 +192,9 @@ class Run:
 
     def _costs(self, traffic: Traffic, peak: tuple[int, int]) -> dict[str, str]:
         """What one microbatch's forward sends over all hops; its backward sends as much the other way."""
+        cached = {"cache peak": f"{counted(peak[0], 'source')}, {human_bytes(peak[1])} on the fullest rank"}
+        if self.trainer.routing.pp_size == 1:
+            return cached
         trainer = self.trainer
         microbatches = self.config.parallel.dp_size * self.config.parallel.num_microbatches
         units, sent = traffic.forward_units // microbatches, traffic.forward_bytes // microbatches
@@ -199,9 +203,9 @@ class Run:
         everything_bytes = sent + (everything - units) * unit_bytes  # tallies go with either
         how = "with the cache" if self.config.parallel.cache else "without a cache"
         return {
-            "sent per microbatch": f"{units} units, {human_bytes(sent)} forward {how}, and as much backward; "
-            f"everything at every hop is {everything} units, {human_bytes(everything_bytes)}",
-            "cache peak": f"{peak[0]} sources, {human_bytes(peak[1])} on the fullest rank",
+            "sent per microbatch": f"{counted(units, 'unit')}, {human_bytes(sent)} forward {how}, and as much "
+            f"backward; everything at every hop is {counted(everything, 'unit')}, {human_bytes(everything_bytes)}",
+            **cached,
         }
 
     def _draw(self, depth: Tensor | None) -> list[Path]:
@@ -209,7 +213,9 @@ class Run:
         if not self.speaks:
             return []
         files = []
-        if depth is not None:
+        if depth is None:
+            self.journal.say("no depth_weights.json: a standard residual weighs no sources")
+        else:
             files.append(self.out / "depth_weights.json")
             files[0].write_text(json.dumps(depth.tolist()))
         if find_spec("matplotlib") is None:
@@ -224,6 +230,10 @@ class Run:
             files.append(self.out / "depth_weights.png")
             plots.draw_depth_weights(files[-1], depth.numpy(), self.config.model.block)
         return files
+
+
+def _replica_words(dp_size: int) -> str:
+    return "" if dp_size == 1 else f"{dp_size} replicas of "
 
 
 def _model_words(model: str) -> str:

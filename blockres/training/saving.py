@@ -15,7 +15,7 @@ from blockres.training.checkpoint import Checkpoint, FileRecord
 from blockres.training.config import NEWEST, TrainConfig, flag
 from blockres.training.launch import Launch, describe_problems
 
-MODEL_FLAGS = tuple(flag(field.name) for field in dataclasses.fields(GPTConfig))
+MODEL_FLAGS = (flag("model"), *(flag(field.name) for field in dataclasses.fields(GPTConfig)))
 
 OF_NO_CONSEQUENCE = frozenset(
     map(
@@ -116,8 +116,14 @@ def describe_differences(found: Checkpoint, settings: dict[str, Any]) -> str:
 
 
 def _differences(found: Checkpoint, settings: dict[str, Any]) -> dict[str, str]:
+    there = {flag("model"): "gpt"} | found.settings  # the first checkpoints knew no other
     return {
-        name: f"{name} {json.dumps(value)} (there {json.dumps(found.settings.get(name))})"
+        name: f"{name} {_plain(value)} (there {_plain(there.get(name))})"
         for name, value in settings.items()
-        if found.settings.get(name) != value
+        if there.get(name) != value
     }
+
+
+def _plain(value: Any) -> str:
+    """As on a command line, but for what has no such form."""
+    return value if isinstance(value, str) else json.dumps(value)

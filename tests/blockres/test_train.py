@@ -41,9 +41,11 @@ def test_one_process_trains_and_says_what_it_did(tmp_path, capsys, residual):
     said = capsys.readouterr().out
     for text in (
         "bytes, 4", f"8 sublayers, {residual} residual", "training loss", "nats per byte", "unigram entropy 3.",
-        "tokens/s", "sent per microbatch  0 units, 0 B", "cache peak", f"{tmp_path}: metrics.jsonl, step-000004",
+        "tokens/s", "1 process on cpu, 2 stages each", "cache peak  ", f"{tmp_path}: metrics.jsonl, step-000004",
     ):  # fmt: skip
         assert text in said
+    assert "sent per microbatch" not in said
+    assert ("no depth_weights.json" in said) == (residual == "standard")
     assert (tmp_path / "loss.png").stat().st_size > 1000
     assert (tmp_path / "depth_weights.png").exists() == (residual != "standard")
 

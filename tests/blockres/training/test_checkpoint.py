@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockres.models.gpt import GPT
-from blockres.training import checkpoint, export
+from blockres.training import checkpoint, export, run
 from blockres.training.checkpoint import MANIFEST, Checkpoint, FileRecord
 from blockres.training.trainer import Trainer
 from tests.support.command import EXACT, after, exit_code, losses, metrics, refusals, run_alone
@@ -193,6 +193,14 @@ def test_another_model_is_refused_with_both_values(halfway, tmp_path, capsys):
     assert f"{halfway} is of another model: --num-layers 6 (there 4), --tie-weights false (there true)" in refused
 
 
+def test_another_kind_of_model_is_refused_like_another_size(halfway, tmp_path, capsys):
+    edit_manifest(halfway, lambda m: m["settings"].update({"--model": "llama"}))
+    same = ["--out", str(tmp_path / "out"), *FLAGS, "--resume", str(halfway)]
+    assert f"{halfway} is of another model: --model gpt (there llama)" in refusals(capsys, same, same)
+    edit_manifest(halfway, lambda m: m["settings"].pop("--model"))
+    run_alone(tmp_path / "out", *FLAGS, "--resume", str(halfway))
+
+
 def test_a_run_that_is_over_is_refused(finished, capsys):
     same = ["--out", str(finished), *FLAGS, "--resume"]
     refused = refusals(capsys, same, same)
@@ -206,7 +214,16 @@ def test_a_tensor_that_was_taken_out_is_missed(halfway, tmp_path, capsys):
     record = FileRecord.of(halfway / SHARD)
     edit_manifest(halfway, lambda m: m["files"].update({SHARD: {"size": record.size, "sha256": record.sha256}}))
     assert exit_code(tmp_path / "out", *FLAGS, "--resume", str(halfway)) == 1
-    assert f"{halfway} cannot be loaded: Missing key" in capsys.readouterr().err
+    assert f"blockres.train, rank 0: {halfway} cannot be loaded: Missing key" in capsys.readouterr().err
+
+
+def test_what_is_there_stays_in_its_place_where_the_run_cannot_begin(finished, tmp_path):
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
+    before = {path.name for path in out.iterdir()}
+    with mock.patch.object(run, "Trainer", side_effect=RuntimeError("no memory")), pytest.raises(AssertionError):
+        exit_code(out, *FLAGS)
+    torch.distributed.destroy_process_group()
+    assert {path.name for path in out.iterdir()} == before
 
 
 # Complete or absent.

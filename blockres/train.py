@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 
 import blockres
 from blockres.pipeline.wire import lost_neighbour
-from blockres.training.config import TrainConfig, flag
+from blockres.training.config import TrainConfig, flag, parse
 from blockres.training.data import Split, load_corpus
-from blockres.training.launch import Launch, choose_device, open_process_group, share_cores
+from blockres.training.launch import Launch, choose_device, open_process_group, share_cores, tell_launcher
 from blockres.training.run import Interrupted, Run, Setup, TrainingStopped
 from blockres.training.saving import SaveFailed, find_checkpoint
 
@@ -50,7 +49,7 @@ def _begin(launch: Launch, config: TrainConfig | None, problem: str | None) -> i
             problem = str(error)
     verdict = launch.agree(_facts(setup) if setup else {}, problem)
     if verdict is not None or setup is None:
-        print(f"blockres.train, rank {launch.rank}: {verdict}", file=sys.stderr, flush=True)
+        _complain(launch, str(verdict))
         launch.farewell()
         return 2
     return _run_guarded(setup, launch)
@@ -86,9 +85,7 @@ def _facts(setup: Setup) -> dict[str, Any]:
 
 def _parse(arguments: Sequence[str] | None) -> tuple[TrainConfig | None, str | None]:
     try:
-        return tyro.cli(
-            TrainConfig, prog="python -m blockres.train", args=arguments, config=(tyro.conf.OmitArgPrefixes,)
-        ), None
+        return parse(arguments), None
     except ValueError as error:
         return None, str(error)
     except SystemExit as end:
@@ -114,15 +111,13 @@ def _run_guarded(setup: Setup, launch: Launch) -> int:
         run = Run(setup, launch)
         run.to_the_end()
     except (TrainingStopped, SaveFailed, Interrupted) as end:
-        print(f"blockres.train, rank {launch.rank}: {end}", file=sys.stderr, flush=True)
+        _complain(launch, str(end))
         dist.destroy_process_group()
         launch.farewell()
         return end.exit_code if isinstance(end, Interrupted) else 1
     except BaseException as error:
         traceback.print_exc()
-        when = f"at step {run.step}" if run else "before the first step"
-        print(f"blockres.train, rank {launch.rank} stopped {when}: {_describe(error)}", file=sys.stderr)
-        sys.stderr.flush()
+        _complain_of_crash(launch, error, f"at step {run.step}" if run else "before the first step")
         sys.stdout.flush()
         # An orderly exit would close the connections, and that can wait for ever for a rank that has ended.
         os._exit(1)
@@ -130,10 +125,18 @@ def _run_guarded(setup: Setup, launch: Launch) -> int:
     return 0
 
 
-def _describe(error: BaseException) -> str:
+def _complain(launch: Launch, text: str) -> None:
+    print(f"blockres.train, rank {launch.rank}: {text}", file=sys.stderr, flush=True)
+    tell_launcher(text)
+
+
+def _complain_of_crash(launch: Launch, error: BaseException, when: str) -> None:
+    reason = str(error) or type(error).__name__
     if lost_neighbour(error):
-        return "another rank has ended; the cause is in what that rank printed last"
-    return str(error) or type(error).__name__
+        reason = "another rank has ended; the cause is in what that rank printed last"
+    else:
+        tell_launcher(f"stopped {when}: {reason}")
+    print(f"blockres.train, rank {launch.rank} stopped {when}: {reason}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

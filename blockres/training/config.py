@@ -1,7 +1,8 @@
 """The command's flags."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from blockres.models.gpt import GPTConfig
@@ -37,6 +39,26 @@ UNUSED: Mapping[Model, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The flags that mean nothing to a model."""
+
+RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        (
+            "steps", "eval_interval", "checkpoint_interval", "keep_checkpoints", "eval_batches", "num_threads",
+            "sequence_length", "batch_size", "dp_size", "virtual_stages", "num_microbatches",
+        ),
+    ),
+    ("at least 0", lambda value: value >= 0, ("warmup_steps",)),
+    ("at least 0 and less than 2**63", lambda value: 0 <= value < 2**63, ("seed",)),
+    ("at least 0 and finite", lambda value: 0 <= value < math.inf, ("min_learning_rate", "weight_decay")),
+    ("at least 0 and less than 1", lambda value: 0 <= value < 1, ("beta1", "beta2")),
+    ("greater than 0 and less than 1", lambda value: 0 < value < 1, ("validation_fraction",)),
+    ("greater than 0 and finite", lambda value: 0 < value < math.inf, ("learning_rate", "norm_eps", "rope_theta")),
+    ("greater than 0", lambda value: value > 0, ("clip_norm",)),
+    ("greater than 0 and at most 1e9", lambda value: 0 < value <= 1e9, ("timeout",)),
+)  # fmt: skip
+"""What numbers are allowed, in words and as a test that nan fails, and for which flags. `GPTConfig` checks sizes."""
 
 
 def flag(name: str) -> str:
@@ -108,11 +130,11 @@ class OptimizerFlags:
     Args:
         learning_rate: the highest, reached after the warm-up.
         min_learning_rate: the last, at the end of the decay.
-        warmup_steps: steps of the warm-up.
+        warmup_steps: steps of the warm-up; a run that has no more steps ends in it.
         weight_decay: of matrices; vectors (norms, queries, key weights) have none.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        clip_norm: the gradient over all stages is scaled down to this norm where it is longer.
+        clip_norm: the gradient over all stages is scaled down to this norm where it is longer; inf leaves it.
     """
 
     learning_rate: float = 3e-3
@@ -155,7 +177,9 @@ class RunFlags:
     eval_interval: int = 50
     checkpoint_interval: int | None = None
     keep_checkpoints: int | None = None
-    resume: Annotated[Path | None, _OPTIONAL_CHECKPOINT] = None
+    resume: Annotated[Path | None, _OPTIONAL_CHECKPOINT, tyro.conf.arg(help_behavior_hint="(default: begin anew)")] = (
+        None
+    )
     out: Path = Path("runs/blockres")
     seed: int = 0
     device: Literal["cpu", "cuda"] | None = None
@@ -200,12 +224,14 @@ class TrainConfig:
         Raises:
             ValueError: with the flags at fault and values that would work.
         """
-        _check_positive(self)
+        self._check_ranges()
         self._check_model()
         self._check_all_is_used()
         if world_size % self.parallel.dp_size:
+            divisors = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
             raise ValueError(
-                f"--dp-size must divide the number of processes, got {self.parallel.dp_size} and {world_size}"
+                f"--dp-size must divide the number of processes, got {self.parallel.dp_size} and {world_size}; "
+                f"{' or '.join(divisors)} would do"
             )
         pp_size, stages_per_rank = world_size // self.parallel.dp_size, self.parallel.virtual_stages
         check_schedule(self.parallel.schedule, pp_size, stages_per_rank, self.parallel.num_microbatches)
@@ -221,14 +247,19 @@ class TrainConfig:
                 f"--compile does not go with --schedule {self.parallel.schedule}, which runs a backward in two halves: "
                 f"a compiled one runs once. Use Interleaved1F1B, or leave out --compile"
             )
-        if not 0 < self.data.validation_fraction < 1:
-            raise ValueError(f"--validation-fraction must lie between 0 and 1, got {self.data.validation_fraction}")
         pieces = self.parallel.dp_size * self.parallel.num_microbatches
         if self.data.batch_size % pieces:
             raise ValueError(
                 f"--batch-size must be a multiple of --dp-size × --num-microbatches = {pieces}, "
                 f"got {self.data.batch_size}; {-(-self.data.batch_size // pieces) * pieces} would do"
             )
+
+    def _check_ranges(self) -> None:
+        flags = self.flags()
+        for allowed, is_allowed, names in RANGES:
+            for name in names:
+                if flags[name] is not None and not is_allowed(flags[name]):
+                    raise ValueError(f"{flag(name)} must be {allowed}, got {flags[name]}")
 
     def _check_model(self) -> None:
         name = self.run.model
@@ -251,12 +282,11 @@ class TrainConfig:
                 raise ValueError(f"{flag(name)} means nothing with {where}: {way_out}")
 
 
-def _check_positive(config: TrainConfig) -> None:
-    names = (
-        "steps", "eval_interval", "checkpoint_interval", "keep_checkpoints", "eval_batches", "num_threads", "timeout",
-        "sequence_length", "batch_size", "dp_size", "virtual_stages", "num_microbatches", "learning_rate", "clip_norm",
-    )  # fmt: skip
-    flags = config.flags()
-    for name in names:
-        if flags[name] is not None and not flags[name] > 0:
-            raise ValueError(f"{flag(name)} must be greater than 0, got {flags[name]}")
+def parse(arguments: Sequence[str] | None) -> TrainConfig:
+    """The flags on a command line, by default on this process'.
+
+    Raises:
+        ValueError: where a value is refused as it is read.
+        SystemExit: after the help, or after a message on what cannot be read.
+    """
+    return tyro.cli(TrainConfig, prog="python -m blockres.train", args=arguments, config=(tyro.conf.OmitArgPrefixes,))

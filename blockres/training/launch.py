@@ -6,8 +6,10 @@ already depends on the flags, and nothing in it is ever executed.
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,7 +108,7 @@ def describe_problems(problems: list[str | None]) -> str | None:
     lines = []
     for problem in dict.fromkeys(p for p in problems if p):
         ranks = [rank for rank, p in enumerate(problems) if p == problem]
-        lines.append(problem if len(ranks) == len(problems) else f"{_ranks(ranks)}: {problem}")
+        lines.append(problem if len(ranks) == len(problems) else f"{problem} (on {_ranks(ranks)})")
     return "\n".join(lines) or None
 
 
@@ -123,6 +125,17 @@ def _describe_differences(facts: list[dict[str, Any]]) -> str | None:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def tell_launcher(cause: str) -> None:
+    """Leave the cause of this process' failure where torchrun looks for it, to print it in its summary."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        report = {"message": {"message": cause, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        try:
+            Path(file).write_text(json.dumps(report))
+        except OSError:  # a full disk, say; half a report would hide more than none
+            Path(file).unlink(missing_ok=True)
 
 
 def choose_device(name: str | None, launch: Launch) -> torch.device:

@@ -9,7 +9,10 @@ import math
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partialmethod
 from unittest import mock
 
@@ -18,9 +21,10 @@ import torch
 from torch import nn
 
 from blockres import train
-from blockres.models.gpt import MLP, Attention
+from blockres.models.gpt import MLP, Attention, GPTConfig
+from blockres.training.config import RANGES, TrainConfig, parse
 from blockres.training.launch import Launch
-from tests.support.command import EXACT, exit_code, losses, metrics, ranks, refusals, run_alone, run_ranks
+from tests.support.command import BOUND, EXACT, exit_code, losses, metrics, ranks, refusals, run_alone, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +169,8 @@ def test_a_bfloat16_wire_trains_almost_as_a_float32_one(tmp_path):
         (["--num-microbatches", "7"], "7 microbatches do not divide"),
         (["--virtual-stages", "5"], "10 pipeline stages .* the model has 8: .*--num-layers 5 or more"),
         (["--batch-size", "10"], "multiple of --dp-size × --num-microbatches = 4, got 10; 12 would do"),
-        (["--dp-size", "3"], "--dp-size must divide the number of processes, got 3 and 2"),
+        (["--dp-size", "3"], "--dp-size must divide the number of processes, got 3 and 2; 1 or 2 would do"),
+        (["--schedule", "1F1B"], "1F1B runs exactly 1 stage on each rank, got 2 .*--virtual-stages 1"),
         (["--data", "/no/such/text"], "--data /no/such/text does not exist"),
         (["--data", os.devnull], f"--data {os.devnull} does not exist"),
         (["--sequence-length", "9999"], "use more data, a lower --batch-size or --sequence-length"),
@@ -176,9 +181,7 @@ def test_a_bfloat16_wire_trains_almost_as_a_float32_one(tmp_path):
         (["--device", "cuda"], "PyTorch sees no GPU"),
         (["--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
         (["--compile", "--schedule", "InterleavedZeroBubble"], "--compile does not go with --schedule InterleavedZero"),
-        (["--checkpoint-interval", "0"], "--checkpoint-interval must be greater than 0, got 0"),
         (["--resume", "a", "b"], "the flags could not be read"),
-        (["--steps", "0"], "--steps must be greater than 0, got 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -187,6 +190,44 @@ def test_what_cannot_work_is_refused_in_the_same_words_by_every_rank(tmp_path, c
         pytest.skip("there is a GPU")
     refused = refusals(capsys, *[["--out", str(tmp_path), *flags]] * 2)
     assert re.search(message, refused, re.S), refused
+
+
+@pytest.mark.parametrize(
+    ("flag", "refused", "allowed"),
+    [
+        ("--steps", ["0"], "at least 1"),
+        ("--checkpoint-interval", ["0"], "at least 1"),
+        ("--warmup-steps", ["-5"], "at least 0"),
+        ("--seed", ["-1", str(2**63)], "at least 0 and less than 2**63"),
+        ("--weight-decay", ["-1.0", "inf", "nan"], "at least 0 and finite"),
+        ("--beta1", ["-0.1", "1.0", "2.0", "nan"], "at least 0 and less than 1"),
+        ("--validation-fraction", ["0.0", "1.0", "nan"], "greater than 0 and less than 1"),
+        ("--learning-rate", ["0.0", "inf", "nan"], "greater than 0 and finite"),
+        ("--norm-eps", ["0.0", "nan"], "greater than 0 and finite"),
+        ("--clip-norm", ["0.0", "nan"], "greater than 0"),
+        ("--timeout", ["0.0", "inf", "1e+10"], "greater than 0 and at most 1e9"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_with_what_is_allowed(flag, refused, allowed):
+    for value in refused:
+        config = parse([flag, value])
+        got = value if "1e" not in value else "10000000000.0"
+        with pytest.raises(ValueError, match=re.escape(f"{flag} must be {allowed}, got {got}") + "$"):
+            config.check(world_size=1)
+
+
+def test_every_number_among_the_flags_has_a_range():
+    checked = {name for _, _, names in RANGES for name in names}
+    numbers = {name for name, value in TrainConfig().flags().items() if type(value) in (int, float)}
+    sizes = {field.name for field in fields(GPTConfig) if field.type is int}
+    assert numbers - sizes <= checked
+
+
+def test_without_the_extra_it_says_what_to_install():
+    code = "import sys; sys.modules['tyro'] = None; import blockres.train"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND, check=False)
+    assert run.returncode == 1
+    assert run.stderr.endswith("blockres.training needs tyro: pip install 'blockres[train]'\n")
 
 
 def test_the_reason_why_a_shape_is_impossible_is_said(capsys):
@@ -205,7 +246,7 @@ def test_what_one_rank_alone_cannot_do_is_said_by_all(tmp_path, capsys):
     empty = tmp_path / "empty.txt"
     empty.touch()
     same = ["--out", str(tmp_path)]
-    assert refusals(capsys, same, [*same, "--data", str(empty)]) == f"rank 1: --data {empty} is empty\n"
+    assert refusals(capsys, same, [*same, "--data", str(empty)]) == f"--data {empty} is empty (on rank 1)\n"
 
 
 def test_help_needs_no_other_rank(capsys):

@@ -1,5 +1,6 @@
 """The agreement between ranks, played by threads that share one store."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -7,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from blockres.training import launch
-from blockres.training.launch import Launch, choose_device
+from blockres.training.launch import Launch, choose_device, tell_launcher
 
 
 def ranks(count: int) -> list[Launch]:
@@ -33,7 +35,7 @@ def test_every_rank_hears_which_facts_differ_and_where():
 
 
 def test_a_problem_of_one_rank_reaches_all_and_names_it():
-    assert verdicts([{}] * 2, [None, "no file"]) == ["rank 1: no file"] * 2
+    assert verdicts([{}] * 2, [None, "no file"]) == ["no file (on rank 1)"] * 2
     assert verdicts([{"a": 1}, {"a": 2}], ["no file", "no file"]) == ["no file"] * 2
 
 
@@ -45,6 +47,18 @@ def test_a_rank_that_never_reports_is_named():
     with mock.patch.multiple(launch, START_UP_SECONDS=0.1, FAREWELL_SECONDS=0.1):
         assert "rank 0 has not compared" in ranks(2)[1].agree({})
         ranks(2)[0].farewell()
+
+
+def test_the_launcher_finds_the_cause_where_it_looks(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    tell_launcher("no data")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert re.search(r"traceback : no data$", str(ChildFailedError("train", {0: failure})), re.M)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "absent" / "error.json"))
+    tell_launcher("no data")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    tell_launcher("no data")
 
 
 def test_without_torchrun_the_process_is_alone(monkeypatch):

@@ -277,11 +277,13 @@ def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int, 
     """Up to 160 registers of a thread hold sources, 4 bytes an element: 5 rows of D = 7168, 9 of 4096.
 
     Compilers widen rows of 2 bytes ahead of the loop over queries and keep them so. With fewer threads the sums over D,
-    one for each query and source, cost less beside the products; with more of them there is more room.
+    one for each query and source, cost less beside the products; with more of them there is more room. There are never
+    more than find 16 bytes each in a row.
     """
-    words = sources * dim * max(itemsize, 4) // 4
+    words, columns = sources * dim * max(itemsize, 4) // 4, triton.next_power_of_2(max(dim, 16))
     threads = next((t for t in (64, 128) if t >= lanes and words <= t * 96), 256)
-    width = min(threads * 16 // itemsize, triton.next_power_of_2(max(dim, 16)))
+    threads = min(threads, max(columns * itemsize // 16, 64))
+    width = min(threads * 16 // itemsize, columns)
     group = min(queries, 2 if sources <= 9 else 1)
     pair = sources > 9 and queries > 16 and lanes == 32  # of warps: the scores alone fill the registers of one
     panel = _narrow_panel(dim, itemsize, queries, sources, lanes, sources > 9 and not pair)

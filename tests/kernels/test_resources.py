@@ -18,6 +18,7 @@ REPRESENTATIVE = [
     ("attn_res_backward", Shape(16384, 2, "bfloat16")),
     ("attn_res_inter_forward", Shape(7168, 2, "bfloat16", 16)),
     ("attn_res_inter_forward", Shape(1024, 9, "float32", 12)),
+    ("attn_res_inter_forward", Shape(1024, 16, "bfloat16", 24)),
     ("attn_res_inter_forward", Shape(16384, 3, "float32", 4)),
     ("attn_res_inter_backward", Shape(1024, 2, "bfloat16", 4)),
     ("attn_res_inter_backward", Shape(2048, 9, "bfloat16", 16)),

@@ -105,9 +105,16 @@ def same_shape(name: str, value: Tensor, other_name: str, other: Tensor) -> None
         )
 
 
-def not_a_slot(name: str, value: Tensor, bank: Tensor) -> None:
-    """What is written must not begin where one of the rows `bank [N, ..., D]` that are read does."""
-    if torch.compiler.is_compiling() or not value.numel():
+def writable(name: str, value: Tensor, bank: Tensor) -> None:
+    """Rows `[..., D]` that do not overlap and do not begin where one of the slots `bank [N, ..., D]` does, all read."""
+    if any(
+        size > 1 and stride < value.shape[-1] for size, stride in zip(value.shape, value.stride()[:-1], strict=False)
+    ):
+        raise ValueError(
+            f"the rows of {name} overlap and cannot be written, got shape {tuple(value.shape)} with strides "
+            f"{tuple(value.stride())}"
+        )
+    if torch.compiler.is_compiling() or value.is_meta or not value.numel():
         return
     offset, stride = value.data_ptr() - bank.data_ptr(), bank.stride(0) * bank.element_size()
     if any(offset == slot * stride for slot in range(len(bank))):
@@ -156,6 +163,9 @@ def same_device(name: str, value: Tensor, like: Tensor) -> None:
 
 def numbers(eps: float, scale: float, norm_eps: float | None, norm_weight: Tensor | None) -> float:
     """The numbers of a call; returns the eps of the output norm."""
+    for name, value in (("eps", eps), ("scale", scale), ("norm_eps", norm_eps)):
+        if not isinstance(value, (int, float)) and (value is not None or name != "norm_eps"):
+            raise TypeError(f"{name} must be a Python number, got {kind(value)}")
     for name, value in (("eps", eps), ("norm_eps", norm_eps)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive number, got {value}")

@@ -54,6 +54,7 @@ def attn_res(
     """
     sources = checks.source_list(sources)
     first = sources[0]
+    checks.tensor("query", query)
     for name, parameter in (("query", query), ("key_weight", key_weight), ("norm_weight", norm_weight)):
         checks.parameter(name, parameter, first.shape[-1:], first)
     norm_eps = checks.numbers(eps, scale, norm_eps, norm_weight)
@@ -167,6 +168,8 @@ def attn_res_merge(
     Raises:
         TypeError, ValueError: as `attn_res`.
     """
+    for name, needed in (("output", output), ("lse", lse), ("partial", partial), ("query", query)):
+        checks.tensor(name, needed)
     for name, value in (("output", output), ("partial", partial), ("update", update)):
         if value is not None:
             checks.rows(name, value)
@@ -229,6 +232,7 @@ def attn_res_step(
         RuntimeError: where a gradient is required.
     """
     checks.tensor("bank", bank)
+    checks.tensor("query", query)
     if bank.dim() < 2 or len(bank) < 1:
         raise ValueError(f"the bank must be [N, ..., D] with N at least 1, got shape {tuple(bank.shape)}")
     checks.no_gradient("attn_res_step", bank, partial, update, query, key_weight, norm_weight, total, out)
@@ -251,8 +255,10 @@ def attn_res_step(
         ("out", out, False),
     ):
         _check_row_set(name, rows, slot, alike)
-    checks.not_a_slot("total", total, bank)
-    checks.not_a_slot("out", out, bank)
+    for name, written in (("total", total), ("out", out)):
+        checks.writable(name, written, bank)
+    if total is out:
+        raise ValueError("total and out must be apart: both are written")
     if update is not None:
         checks.rows("update", update)
         checks.one_cut("update", [update])

@@ -30,7 +30,7 @@ class AttnRes(nn.Module):
 
     Raises:
         TypeError: where `dim` is no integer.
-        ValueError: where it is not positive.
+        ValueError: where it, or `eps`, is not positive, or `dim` is above 16384.
     """
 
     query: Tensor
@@ -48,8 +48,9 @@ class AttnRes(nn.Module):
     ) -> None:
         super().__init__()
         checks.integers(dim=dim)
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1, got {dim}")
+        if not 1 <= dim <= checks.MAX_WIDTH:
+            raise ValueError(f"dim must be at least 1 and at most {checks.MAX_WIDTH}, got {dim}")
+        checks.numbers(eps, scale, None, None)
         self.dim, self.eps, self.scale = dim, eps, scale
         self.query = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.register_parameter(
@@ -170,7 +171,8 @@ class BlockAttnRes(nn.Module):
 
         Under `torch.inference_mode()` it is an inference stream (`blockres.inference`), which runs one kernel for each
         sublayer, and has no gradients. Elsewhere, under `torch.no_grad()` and in what `torch.compile` traces too, it is
-        the stream for training. With a `bank` (from `self.bank`) it is an inference stream wherever gradients are off,
+        the stream for training. What it is opened with is read where it is, and must not be changed in place while the
+        stream is in use. With a `bank` (from `self.bank`) it is an inference stream wherever gradients are off,
         and allocates nothing; see `Bank` for how long what it returns is valid.
 
         Raises:
@@ -196,8 +198,11 @@ class BlockAttnRes(nn.Module):
         self._check_state(len(held), partial is not None)
         if partial is not None:
             checks.same_shape("the partial sum", partial, "source 0", held[0])
+            checks.same_dtype("the partial sum", partial, "source 0", held[0])
         if bank is None and not _infers():
             return BlockStream(self, held, partial)
+        if not isinstance(bank, Bank | None):
+            raise TypeError(f"bank must be one that residual.bank(…) has made, got {checks.kind(bank)}")
         if torch.is_grad_enabled():
             raise RuntimeError("a stream on a bank has no gradients: open it under inference_mode() or no_grad()")
         return InferenceStream(self, held, partial, bank)
@@ -224,7 +229,8 @@ class BlockAttnRes(nn.Module):
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         parameter = next(self.parameters(), torch.empty(0))
         slots = -(-self.stop // self.sublayers_per_block) + 1
-        return Bank(slots, max_tokens, self.dim, dtype or parameter.dtype, device or parameter.device)
+        dtype = checks.result_dtype(dtype, parameter.dtype)
+        return Bank(slots, max_tokens, self.dim, dtype, device or parameter.device)
 
     def forward(
         self,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from blockres.checks import kind
+
 Norm = nn.RMSNorm | tuple[Tensor, float]
 
 
@@ -15,12 +17,16 @@ def norm_arguments(norm: Norm | None, dim: int, dtype: torch.dtype) -> tuple[Ten
     if norm is None:
         return None, None
     if isinstance(norm, tuple):
+        if len(norm) != 2 or not isinstance(norm[0], Tensor) or not isinstance(norm[1], (int, float)):
+            raise TypeError(f"a norm as a tuple is (weight [{dim}], eps), got ({', '.join(map(kind, norm))})")
         return norm
-    if not isinstance(norm, nn.RMSNorm):
+    if not isinstance(norm, nn.RMSNorm) or type(norm).forward is not nn.RMSNorm.forward:
         raise TypeError(
             f"the norm fused into an aggregation is an nn.RMSNorm or a tuple (weight, eps), got {type(norm).__name__}; "
             f"apply any other norm to what read() returns"
         )
+    if norm._forward_hooks or norm._forward_pre_hooks:
+        raise ValueError("the norm has forward hooks, which a fused one does not run: apply it to what read() returns")
     if norm.weight is None or tuple(norm.normalized_shape) != (dim,):
         raise ValueError(
             f"the norm fused into an aggregation has a weight [{dim}], got {norm}; apply it to what read() returns"

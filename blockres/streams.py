@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Stream:
     """What the streams share: the position, and the order read, write, read, write, …, read."""
 
+    _reads_in_place = True
+
     def __init__(self, residual: "BlockAttnRes") -> None:
         self._residual = residual
         self.position = residual.start
@@ -44,6 +46,12 @@ class Stream:
             raise ValueError(
                 f"sublayer {self.position} wrote {tuple(update.shape)} into a stream of {tuple(like.shape)}"
             )
+        if update.dtype not in checks.FLOATS:
+            raise TypeError(f"sublayer {self.position} wrote {update.dtype}; updates are floating point numbers")
+        if self._reads_in_place:
+            name = f"what sublayer {self.position} wrote"
+            checks.rows(name, update)
+            checks.one_cut(name, [update])
         self.position += 1
 
     def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -57,9 +65,14 @@ class Stream:
     def write(self, update: Tensor) -> None:
         """Add a sublayer's output `[..., D]`.
 
+        The add may wait for the next read: until then the tensor must not be changed in place. The one that opens a
+        block is kept as it is, and must not be changed as long as the block is open.
+
         Raises:
-            TypeError: for anything but a tensor, such as the tuple that many attentions return.
-            ValueError: for another shape than the stream's, or after the last sublayer.
+            TypeError: for anything but a tensor of float32, bfloat16, float16 or float64, such as the tuple that many
+                attentions return.
+            ValueError: for another shape than the stream's, for strides that kernels cannot follow, or after the last
+                sublayer.
         """
         raise NotImplementedError
 
@@ -153,6 +166,7 @@ class BlockStream(Stream):
         self, indices: list[int], norm: Norm | None, out_dtype: torch.dtype | None
     ) -> dict[int, tuple[Tensor, Tensor]]:
         owned = [self._residual.aggregation(index) for index in indices]
+        _check_alike(owned)
         queries = torch.stack([aggregation.query for aggregation in owned])
         weights = [aggregation.key_weight for aggregation in owned if aggregation.key_weight is not None]
         norm_weight, norm_eps = norm_arguments(norm, self._residual.dim, self._dtype)
@@ -199,6 +213,15 @@ class BlockStream(Stream):
         return h
 
 
+def _check_alike(aggregations: Sequence["AttnRes"]) -> None:
+    settings = {(a.eps, a.scale, a.key_weight is None) for a in aggregations}
+    if len(settings) > 1:
+        raise ValueError(
+            "the aggregations of a block must have one eps, one scale, and all or none of them a key weight; got "
+            + ", ".join(f"eps={eps} scale={scale} key_weight={not without}" for eps, scale, without in settings)
+        )
+
+
 class _RecomputedOutputs:
     """Phase-1 outputs of one block that backward computes again instead of finding them saved.
 
@@ -221,6 +244,7 @@ class _RecomputedOutputs:
         self._places = {output.data_ptr(): place for place, output in enumerate(outputs)}
         pack, self._unpack = _enclosing_hooks()
         self._sources = [pack(source.detach()) for source in sources]
+        self._versions = [source._version for source in sources]
         self._arguments, self._settings = arguments, settings
         self._outputs: Tensor | None = None
         assert outputs[0].grad_fn is not None
@@ -242,6 +266,12 @@ class _RecomputedOutputs:
 
     def _output(self, place: int) -> Tensor:
         if self._outputs is None:
+            for kept, version in zip(self._sources, self._versions, strict=True):
+                if isinstance(kept, Tensor) and kept._version != version:
+                    raise RuntimeError(
+                        "a source of this block has been changed in place since the forward, and recompute=True reads "
+                        "it again: leave sources as they are until the backward, or use recompute=False"
+                    )
             sources = [self._unpack(source) for source in self._sources]
             with torch.no_grad():
                 self._outputs, _ = attn_res_inter(sources, *self._arguments, **self._settings)
@@ -272,14 +302,16 @@ def _as_it_is(saved: Tensor) -> Tensor:
 class StandardStream(Stream):
     """The standard residual behind the same interface: the running sum is the only state, kept as the partial."""
 
+    _reads_in_place = False
+
     def __init__(self, residual: "BlockAttnRes", state: Tensor) -> None:
         super().__init__(residual)
         self._sum = state
 
     def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-        """The running sum `[..., D]`, through `norm` where one is given."""
+        """The running sum `[..., D]`, through `norm` where one is given; else it must not be changed in place."""
         weight, eps = norm_arguments(norm, self._residual.dim, self._sum.dtype)
-        out, out_dtype = self._sum, out_dtype or self._sum.dtype
+        out, out_dtype = self._sum, checks.result_dtype(out_dtype, self._sum.dtype)
         if weight is not None:
             widest = torch.promote_types(torch.promote_types(out.dtype, weight.dtype), out_dtype)
             out = nn.functional.rms_norm(out.to(widest), (self._residual.dim,), weight.to(widest), eps)

@@ -173,6 +173,8 @@ def leading_shape(dims: int, width: int) -> Callable[..., Shape]:
 
 
 def _check_lengths(row_lengths: Tensor, rows: int, padded: int) -> list[int]:
+    if not isinstance(row_lengths, Tensor):
+        raise ValueError(f"variable_seq_lengths must be a tensor of {rows} integers, got {type(row_lengths).__name__}")
     if row_lengths.shape != (rows,) or row_lengths.is_floating_point():
         raise ValueError(
             f"variable_seq_lengths must be one integer for each row of the batch, shape [{rows}]; got shape "

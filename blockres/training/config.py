@@ -261,6 +261,12 @@ class TrainConfig:
                 if flags[name] is not None and not is_allowed(flags[name]):
                     raise ValueError(f"{flag(name)} must be {allowed}, got {flags[name]}")
 
+        if flags["min_learning_rate"] > flags["learning_rate"]:
+            raise ValueError(
+                f"--min-learning-rate must be at most --learning-rate, got {flags['min_learning_rate']} and "
+                f"{flags['learning_rate']}"
+            )
+
     def _check_model(self) -> None:
         name = self.run.model
         if name == "gpt":

@@ -103,6 +103,13 @@ def test_values(act, message):
         (lambda: phase_1(queries=None, key_weights=1.0), "key_weights must be a tensor, got float"),
         (lambda: phase_2(lse=0.5), "lse must be a tensor, got float"),
         (lambda: phase_2(update=1), "update must be a tensor, got int"),
+        (lambda: functional.attn_res([rows()], None), "query must be a tensor, got NoneType"),
+        (lambda: functional.attn_res_merge(rows(), None, rows(), torch.ones(D)), "lse must be a tensor, got NoneType"),
+        (lambda: functional.attn_res_merge(rows(), torch.ones(3), None, torch.ones(D)), "partial must be a tensor"),
+        (lambda: functional.attn_res_step(rows(2, 3), None), "query must be a tensor, got NoneType"),
+        (lambda: aggregate([rows()], eps="x"), "eps must be a Python number, got a str"),
+        (lambda: aggregate([rows()], eps=torch.tensor(1e-6)), "eps must be a Python number, got a Tensor"),
+        (lambda: aggregate([rows()], scale=None), "scale must be a Python number, got None"),
     ],
 )
 def test_types(act, message):

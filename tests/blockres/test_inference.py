@@ -468,7 +468,7 @@ def test_a_bank_is_refused_where_gradients_are_on():
         SMALL.stream(torch.ones(1, 8), bank=SMALL.bank(2))
 
 
-STEP = torch.ones(3, 5, 8)
+STEP, SHARED = torch.ones(3, 5, 8), torch.empty(5, 8)
 
 
 @pytest.mark.parametrize(
@@ -491,6 +491,8 @@ STEP = torch.ones(3, 5, 8)
         ({"out": STEP[1]}, ValueError, "out is one of the slots that are read"),
         ({"update": torch.ones(5, 8), "total": STEP[0]}, ValueError, "total is one of the slots that are read"),
         ({"out": nn.Parameter(torch.ones(5, 8))}, RuntimeError, "has no gradient"),
+        ({"out": torch.empty(64).as_strided((5, 8), (2, 1))}, ValueError, "rows of out overlap and cannot be written"),
+        ({"update": torch.ones(5, 8), "total": SHARED, "out": SHARED}, ValueError, "total and out must be apart"),
     ],
 )
 def test_mistakes_in_a_step_are_explained(arguments, error, message):
@@ -509,6 +511,11 @@ def test_opcheck(narrow, where, backend):
     for partial in (None, torch.randn(5, 8, device=backend)):
         arguments = (bank[:3], partial, update, total, out, query, weight, norm, 1e-6, 1.0, 1e-6)
         torch.library.opcheck(ops.attn_res_step, arguments)
+
+
+def test_a_step_without_data_is_no_mistake():
+    bank, query = torch.ones(3, 5, 8, device="meta"), torch.ones(8, device="meta")
+    assert functional.attn_res_step(bank, query)[0].shape == (5, 8)
 
 
 def test_autocast_changes_nothing():

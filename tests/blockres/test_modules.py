@@ -341,6 +341,11 @@ def test_forward_with_norms_is_the_stream_with_norms():
     torch.testing.assert_close(residual(x, sublayers, norms[:-1]), stream.read(), rtol=0, atol=0)
 
 
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -357,7 +362,11 @@ def test_forward_with_norms_is_the_stream_with_norms():
         (lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 3), "has 4 sublayers, got 3"),
         (lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 5), "all of its sublayers"),
         (lambda: BlockAttnRes(8, 4, 2).stream(torch.ones(1, 8)).write(torch.ones(2, 8)), r"wrote \(2, 8\)"),
-        (lambda: AttnRes(0), "dim must be at least 1, got 0"),
+        (lambda: AttnRes(0), "dim must be at least 1 and at most 16384, got 0"),
+        (lambda: BlockAttnRes(16385, 4, 2), "at most 16384, got 16385"),
+        (lambda: BlockAttnRes(8, 4, 2, eps=-1.0), "eps must be a positive number, got -1.0"),
+        (lambda: AttnRes(8, scale=float("nan")), "scale must be a finite number, got nan"),
+        (lambda: AttnRes(8)([torch.ones(1, 8)], norm=hooked(nn.RMSNorm(8))), "has forward hooks"),
         (
             lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 4, [None] * 3),
             "got 4 sublayers and 3 norms",
@@ -411,6 +420,7 @@ def any_residual(request):
         ([torch.ones(1, 8)], r"wrote a list; .* \(write its first element\?\)"),
         (None, "wrote None; .* is expected$"),
         (3, "wrote an int; .* is expected$"),
+        (torch.ones(1, 8, dtype=torch.complex64), "wrote torch.complex64; updates are floating point numbers"),
     ],
 )
 def test_what_is_written_is_a_tensor(any_residual, update, message):
@@ -450,11 +460,61 @@ def test_a_stream_is_rebuilt_from_rows_of_its_width(size):
         part.stream(sources=sources, partial=[right])
     with pytest.raises(ValueError, match=r"source 0 must be \[\.\.\., 8\]"):
         part.stream(sources=[wrong], partial=right)
+    if sources:
+        with pytest.raises(ValueError, match=r"the partial sum is torch.float64, source 0 is torch.float32"):
+            part.stream(sources=sources, partial=right.double())
 
 
-def test_another_norm_is_refused():
-    with pytest.raises(TypeError, match="LayerNorm"):
-        AttnRes(8)([torch.ones(1, 8)], norm=nn.LayerNorm(8))
+class Doubled(nn.RMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("norm", "message"),
+    [
+        (nn.LayerNorm(8), "LayerNorm"),
+        (Doubled(8), "got Doubled; apply any other norm to what read"),
+        ((torch.ones(8), 1e-6, 1), r"a norm as a tuple is \(weight \[8\], eps\), got \(a Tensor, a float, an int\)"),
+        ((None, 1e-6), r"got \(None, a float\)"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, None])
+def test_another_norm_is_refused(size, norm, message):
+    with pytest.raises(TypeError, match=message):
+        BlockAttnRes(8, 4, size).stream(torch.ones(1, 8)).read(norm)
+
+
+@pytest.mark.parametrize("infers", [False, True])
+def test_an_update_that_cannot_be_read_in_place_leaves_the_stream_as_it_was(infers):
+    with torch.inference_mode(infers):
+        stream = BlockAttnRes(8, 4, 4).stream(torch.ones(3, 8))
+        for _ in range(2):
+            stream.write(stream.read())
+        with pytest.raises(ValueError, match="what sublayer 2 wrote must be contiguous"):
+            stream.write(torch.ones(8, 3).t())
+        stream.write(torch.ones(3, 8))
+        assert stream.position == 3
+        assert torch.equal(stream.state()[1], torch.full((3, 8), 3.0))
+
+
+def test_the_aggregations_of_a_block_compute_alike():
+    residual = BlockAttnRes(8, 4, 4)
+    residual.aggregation(1).scale = 3.0
+    with pytest.raises(ValueError, match=r"one eps, one scale.*scale=1.0.*scale=3.0|scale=3.0.*scale=1.0"):
+        residual.stream(torch.ones(1, 8)).read()
+
+
+def test_sources_that_were_changed_are_not_recomputed_from():
+    residual = BlockAttnRes(8, 6, 3, recompute=True)
+    embedding, update = torch.randn(3, 8), torch.randn(3, 8, requires_grad=True)
+    stream = residual.stream(embedding)
+    stream.read()
+    stream.write(update)
+    h = stream.read()
+    embedding.mul_(5)
+    with pytest.raises(RuntimeError, match="has been changed in place since the forward"):
+        torch.autograd.grad(h.sum(), update)
 
 
 def test_a_part_without_the_next_aggregation_says_who_has_it():

@@ -182,6 +182,7 @@ def test_a_bfloat16_wire_trains_almost_as_a_float32_one(tmp_path):
         (["--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
         (["--compile", "--schedule", "InterleavedZeroBubble"], "--compile does not go with --schedule InterleavedZero"),
         (["--resume", "a", "b"], "the flags could not be read"),
+        (["--learning-rate", "1e-4"], "--min-learning-rate must be at most --learning-rate, got 0.0003 and 0.0001"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -116,7 +116,18 @@ class ChangedFinalNorm(Changed):
 
 class ChangedDecoder(Changed):
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        _check_layers(self)
         return _without_streams(self._original.forward(self, *args, **kwargs))
+
+
+def _check_layers(decoder: ChangedDecoder) -> None:
+    plan = decoder._plan
+    has = len(getattr(decoder, plan.family.layers)) * len(plan.family.sublayers)
+    if has != plan.residual.num_sublayers:
+        raise ValueError(
+            f"this decoder has {has} sublayers now, and aggregations for {plan.residual.num_sublayers}: call "
+            f"remove_attn_res(model), change its layers, and apply_attn_res(model, …) again"
+        )
 
 
 def _take_down(stream: Stream) -> Travelling:
@@ -134,7 +145,7 @@ def build_stream(parts: Travelling) -> Stream:
 
 def _update(layer: ChangedLayer, sublayer: Sublayer, stream: Stream, arguments: dict[str, Any]) -> Tensor:
     norm = None if sublayer.norm is None else getattr(layer, sublayer.norm)
-    fused = None if norm is None else rms_norm(norm, layer._plan.family)
+    fused = None if norm is None or _does_more(norm) else rms_norm(norm, layer._plan.family)
     inputs = layer._plan.read(stream, fused)
     if norm is not None and fused is None:
         inputs = norm(inputs)
@@ -142,6 +153,11 @@ def _update(layer: ChangedLayer, sublayer: Sublayer, stream: Stream, arguments: 
     if isinstance(update, tuple):
         update = update[0]
     return update if sublayer.post_norm is None else getattr(layer, sublayer.post_norm)(update)
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether a call does more than the class's `forward`: hooks, or a `forward` put on the instance."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def _arguments(layer: ChangedLayer, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -489,6 +489,24 @@ def test_misuse():
         apply_attn_res(causal_lm("llama"), 0)
 
 
+def test_hooks_on_a_norm_are_run():
+    model, ids = changed("llama"), tokens(1, 5)
+    before, seen = model(ids).logits, []
+    norm = model.model.layers[1].post_attention_layernorm
+    handle = norm.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
+    torch.testing.assert_close(model(ids).logits, before)
+    ((read, normed),) = seen
+    handle.remove()
+    assert torch.equal(norm(read), normed)
+
+
+def test_layers_that_were_taken_away_since_are_missed():
+    model = changed("llama", 2)
+    model.model.layers = model.model.layers[:-1]
+    with pytest.raises(ValueError, match=r"has \d+ sublayers now, and aggregations for \d+: call remove_attn_res"):
+        model(tokens(1, 5))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -7,6 +7,8 @@
 Where there is no baseline yet, this run becomes it. A case has moved where its ratio has changed by more than the
 spreads of both runs, times and copies, put together; cases that only one run has are listed. Bytes, launches and saved
 memory need no such guard: the tests hold them exactly.
+
+Compare runs of the same selection: on a CPU the state of the allocator, and with it a time, depends on what ran before.
 """
 
 import argparse

@@ -107,7 +107,7 @@ def test_the_directory_of_another_run_stands_for_its_newest(halfway, tmp_path, c
 
 def test_going_back_sets_later_checkpoints_aside(finished, tmp_path):
     out = Path(shutil.copytree(finished, tmp_path / "out"))
-    run_alone(out, *FLAGS, "--resume", str(out / "step-000002"), "--learning-rate", "1e-4")
+    run_alone(out, *FLAGS, "--resume", str(out / "step-000002"), "--learning-rate", "2e-3")
     assert [path.name for path in (out / "earlier" / "1").iterdir()] == ["step-000004"]
     assert [record["step"] for record in metrics(out)] == [0, 1, 2, 2, 3, 4, 4]
 

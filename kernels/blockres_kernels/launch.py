@@ -276,6 +276,9 @@ class InterBackward:
 def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int, lanes: int) -> InterForward:
     """Up to 160 registers of a thread hold sources, 4 bytes an element: 5 rows of D = 7168, 9 of 4096.
 
+    Of more than 9, whose scores take registers too, less than 16 rows of 2048; above D = 8192 none, for want of room
+    beside the key and the mixture.
+
     Compilers widen rows of 2 bytes ahead of the loop over queries and keep them so. With fewer threads the sums over D,
     one for each query and source, cost less beside the products; with more of them there is more room. There are never
     more than find 16 bytes each in a row.
@@ -288,7 +291,8 @@ def attn_res_inter_forward(dim: int, itemsize: int, queries: int, sources: int, 
     pair = sources > 9 and queries > 16 and lanes == 32  # of warps: the scores alone fill the registers of one
     panel = _narrow_panel(dim, itemsize, queries, sources, lanes, sources > 9 and not pair)
     warps = threads // lanes, 2 if pair else 1
-    return InterForward(words <= threads * 160, tile_of(dim, width), group, panel, *warps, 8 // warps[1])
+    held = words <= threads * 160 and (sources <= 9 or words < 16 * 2048) and dim <= 8192
+    return InterForward(held, tile_of(dim, width), group, panel, *warps, 8 // warps[1])
 
 
 @functools.cache
@@ -297,8 +301,8 @@ def attn_res_inter_backward(
 ) -> InterBackward:
     """Whole where a thread's columns of all gradients, sources and sums leave two fifths of its registers for the rest.
 
-    Such a kernel repeats its code for each query and source. Above D = 768 its threads load 16 bytes each; narrower
-    rows may be cut finer, to make room for more queries.
+    Such a kernel repeats its code for each query and source. From D = 768 its threads load 16 bytes each, which leaves
+    room for 8 queries; narrower rows may be cut finer, to make room for more.
     """
     columns = triton.next_power_of_2(max(dim, lanes))
     rows = 2 * queries + sources + 2 * norm + adds
@@ -308,7 +312,7 @@ def attn_res_inter_backward(
     each = max(columns // 256, min(16 // itemsize, columns // lanes), 1)
     while each > most and each > least and columns // each < 256:
         each //= 2
-    if each <= most and queries * sources <= 160:
+    if each <= most and queries * sources <= 160 and (queries <= 8 or dim < 768):
         powers = triton.next_power_of_2(queries), triton.next_power_of_2(sources)
         panel = Panel(dim, *powers, columns, min(each, 16 // itemsize))
         threads = columns // each

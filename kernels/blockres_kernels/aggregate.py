@@ -44,6 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .rows import Formula, inner_product, key_row, mix_in, normalized, square_and_product, zero_row
 from .sources import (
     Rows,
     compute_dtype,
@@ -63,15 +64,6 @@ from .sources import (
     triton_dtype,
     vectors,
 )
-
-
-class Formula(NamedTuple):
-    """The numbers in the formula, and the dtype in which it is computed: constants of a kernel."""
-
-    eps: float
-    scale: float
-    norm_eps: float
-    dtype: tl.dtype
 
 
 class Statistics(NamedTuple):
@@ -96,42 +88,6 @@ class Scratch(NamedTuple):
     moments: Tensor | None  # [slices, T, 2], <h, h> and, for the norm, <u, h> within a slice
     pairs: Tensor | None  # [slices, count, T, 2], <g, d_j> and <d_j, v_j + h> within a slice
     partial: Tensor  # [programs, 1 or 2, D]
-
-
-@triton.jit
-def _key_row(query, key_weight, tile, dtype, start=0):
-    """q * w"""
-    q = load_row(query, tile, start=start)
-    if key_weight is None:
-        return [q[c].to(dtype) for c in tile.chunks]
-    else:
-        w = load_row(key_weight, tile, start=start)
-        return [q[c].to(dtype) * w[c].to(dtype) for c in tile.chunks]
-
-
-@triton.jit
-def _zero_row(tile, dtype):
-    return [tl.zeros([tile.width], dtype) for c in tile.chunks]
-
-
-@triton.jit
-def _inner_product(x, y, tile, dtype):
-    products = tl.zeros([tile.width], dtype)
-    for c in tl.static_range(len(tile.chunks)):
-        products += x[c] * y[c]
-    return tl.sum(products, axis=0)
-
-
-@triton.jit
-def _square_and_product(x, y, tile, dtype):
-    """<x, x> and <x, y>, in one reduction."""
-    squares = tl.zeros([tile.width], dtype)
-    products = tl.zeros([tile.width], dtype)
-    for c in tl.static_range(len(tile.chunks)):
-        value = x[c].to(dtype)
-        squares += value * value
-        products += value * y[c]
-    return tl.split(tl.sum(tl.join(squares, products), axis=0))
 
 
 @triton.jit
@@ -202,13 +158,13 @@ def _attn_res_forward(
     reader = (table, count, tokens, tl.num_programs(0))
     stream = _stream(sources, reader, tl.program_id(0), ahead, tile)
     if HOLD_KEY:
-        key = _key_row(query, key_weight, tile, dtype)
+        key = key_row(query, key_weight, tile, dtype)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
         if carry is None:
             peak = tl.full([], -float("inf"), dtype)
             total = tl.full([], 0.0, dtype)
-            mixed = _zero_row(tile, dtype)
+            mixed = zero_row(tile, dtype)
         else:
             peak = tl.load(statistics.lse + at)
             total = tl.full([], 1.0, dtype)
@@ -217,26 +173,17 @@ def _attn_res_forward(
         for _ in range(0, count):
             row, stream = _next_row(stream, sources, reader, ahead, tile)
             if not HOLD_KEY:
-                key = _key_row(query, key_weight, tile, dtype)
-            square, product = _square_and_product(row, key, tile, dtype)
+                key = key_row(query, key_weight, tile, dtype)
+            square, product = square_and_product(row, key, tile, dtype)
             r = tl.rsqrt(square / tile.dim + formula.eps)
             score = product * r * formula.scale
             tl.store(statistics.rstd + statistic, r)
             tl.store(statistics.scores + statistic, score)
-            higher = tl.maximum(peak, score)
-            keep = tl.exp(peak - higher)
-            weight = tl.exp(score - higher)
-            total = total * keep + weight
-            mixed = [mixed[c] * keep + row[c].to(dtype) * weight for c in tile.chunks]
-            peak = higher
+            peak, total, mixed = mix_in(peak, total, mixed, row, score, tile, dtype)
             statistic += tokens
         tl.store(statistics.lse + at, peak + tl.log(total))
         share = 1.0 / total
-        h = [mixed[c] * share for c in tile.chunks]
-        if norm_weight is not None:
-            rho = tl.rsqrt(_inner_product(h, h, tile, dtype) / tile.dim + formula.norm_eps)
-            w = load_row(norm_weight, tile)
-            h = [h[c] * rho * w[c].to(dtype) for c in tile.chunks]
+        h = normalized([mixed[c] * share for c in tile.chunks], norm_weight, tile, formula)
         store_row(out + at * tile.dim, h, tile)
 
 
@@ -244,7 +191,7 @@ def _attn_res_forward(
 def _mixture(sources, reader, rows, statistics, lse, token, slots, ahead, tile, start, dtype):
     """h, from `rows` where they are held."""
     count, tokens = reader[1], reader[2]
-    h = _zero_row(tile, dtype)
+    h = zero_row(tile, dtype)
     statistic = tl.cast(token, tl.int64)
     if len(rows) > 0:
         for j in tl.static_range(len(slots)):
@@ -281,7 +228,7 @@ def _over_slices(own, moments, which: tl.constexpr, at, tokens, STAGE: tl.conste
 def _through_norm(g, h, norm_weight, grad_norm, moments, at, tokens, tile, start, formula, STAGE: tl.constexpr):
     """The gradient of h, where g is that of the output; the sum of the norm weight's gradients; and mean(h^2)."""
     dtype = formula.dtype
-    square = _over_slices(_inner_product(h, h, tile, dtype), moments, 0, at, tokens, STAGE) / tile.dim
+    square = _over_slices(inner_product(h, h, tile, dtype), moments, 0, at, tokens, STAGE) / tile.dim
     g = [g[c].to(dtype) for c in tile.chunks]
     if norm_weight is None:
         return g, grad_norm, square
@@ -293,7 +240,7 @@ def _through_norm(g, h, norm_weight, grad_norm, moments, at, tokens, tile, start
             grad_norm = [grad_norm[c] + g[c] * h[c] * rho for c in tile.chunks]
         w = load_row(norm_weight, tile, start=start)
         u = [g[c] * w[c].to(dtype) for c in tile.chunks]
-        product = _over_slices(_inner_product(u, h, tile, dtype), moments, 1, at, tokens, STAGE)
+        product = _over_slices(inner_product(u, h, tile, dtype), moments, 1, at, tokens, STAGE)
         along = rho * rho * rho * product / tile.dim
         return [rho * u[c] - along * h[c] for c in tile.chunks], grad_norm, square
 
@@ -469,9 +416,9 @@ def _attn_res_backward(
     _tabulate_gradients(grad_sources, wanted, grads, slots)
     tabulate(sources, table, slots)
     reader = (table, count, tokens, tokens)
-    key = _key_row(query, key_weight, tile, dtype, start)
-    grad_key = _zero_row(tile, dtype)
-    grad_norm = _zero_row(tile, dtype)
+    key = key_row(query, key_weight, tile, dtype, start)
+    grad_key = zero_row(tile, dtype)
+    grad_norm = zero_row(tile, dtype)
     rows = [load_row(row_pointer(sources, k, locate(sources, program)), tile, k < count, start) for k in held]
     for token in range(program, tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)

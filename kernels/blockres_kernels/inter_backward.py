@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .aggregate import Formula, add_rows
+from .aggregate import add_rows
 from .inter_backward_slices import launch_slices
 from .inter_backward_terms import Work
 from .inter_backward_whole import launch_whole
 from .inter_forward import attn_res_inter_forward
 from .inter_tiles import keys_of, uniform
+from .rows import Formula
 from .sources import Rows, on_device, rows_of, triton_dtype
 
 

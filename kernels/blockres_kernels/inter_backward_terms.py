@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .aggregate import Formula
+from .rows import Formula
 from .sources import Rows, padded
 
 

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .aggregate import Formula
 from .inter_tiles import (
     add_pairs,
     keys_of,
@@ -34,6 +33,7 @@ from .inter_tiles import (
     uniform,
     within_lanes,
 )
+from .rows import Formula
 from .sources import (
     Rows,
     compute_dtype,
@@ -238,6 +238,25 @@ def _score_tile(
     return tl.where(present[None, :], score, -float("inf"))
 
 
+@triton.jit
+def _weights(score, carry, lse, answered):
+    """Weights [S, N] of the sources and [S] of what is carried, in the softmax over both; its `lse` [S] is stored."""
+    top = tl.max(score, axis=1)
+    raised = tl.exp(score - top[:, None])
+    norm = tl.sum(raised, axis=1)
+    log_sum = top + tl.log(norm)
+    share = 1.0 / norm
+    keep = tl.zeros_like(norm)
+    if carry is not None:
+        earlier = tl.load(lse, mask=answered, other=0.0)
+        keep = tl.sigmoid(earlier - log_sum)
+        share *= tl.sigmoid(log_sum - earlier)
+        higher = tl.maximum(earlier, log_sum)
+        log_sum = higher + tl.log(tl.exp(earlier - higher) + tl.exp(log_sum - higher))
+    tl.store(lse, log_sum, mask=answered)
+    return raised * share[:, None], keep
+
+
 @triton.jit(do_not_specialize=["queries", "count", "first", "total", "tokens"])
 def _attn_res_inter_forward_twice(
     sources,
@@ -285,21 +304,8 @@ def _attn_res_inter_forward_twice(
         score = _score_tile(
             pairs, squares, slots, source, first, count, total, present, answered, scores, rstd, at, T, panel, formula
         )
-        top = tl.max(score, axis=1)
-        raised = tl.exp(score - top[:, None])
-        norm = tl.sum(raised, axis=1)
-        log_sum = top + tl.log(norm)
-        share = 1.0 / norm
-        keep = tl.zeros([panel.queries], formula.dtype)
-        if carry is not None:
-            earlier = tl.load(lse + query64 * T + at, mask=answered, other=0.0)
-            keep = tl.sigmoid(earlier - log_sum)
-            share *= tl.sigmoid(log_sum - earlier)
-            higher = tl.maximum(earlier, log_sum)
-            log_sum = higher + tl.log(tl.exp(earlier - higher) + tl.exp(log_sum - higher))
-        tl.store(lse + query64 * T + at, log_sum, mask=answered)
-        raised *= share[:, None]
-        weights = [_column_of(raised, source == j) for j in slots]
+        shares, keep = _weights(score, carry, lse + query64 * T + at, answered)
+        weights = [_column_of(shares, source == j) for j in slots]
         out_row = outputs + (query64 * T + at) * panel.dim
         squared = tl.zeros([panel.columns], formula.dtype)
         for back in tl.range(0, panel.dim, panel.columns):

@@ -38,7 +38,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .aggregate import Formula, add_rows
+from .aggregate import add_rows
+from .rows import Formula, inner_product, key_row, normalized, vector
 from .sources import (
     compute_dtype,
     constants,
@@ -56,31 +57,6 @@ from .sources import (
 def _row(rows, token, tile, dtype, start=0):
     row = load_row(row_pointer(rows, 0, locate(rows, token)), tile, start=start)
     return [row[c].to(dtype) for c in tile.chunks]
-
-
-@triton.jit
-def _vector(parameter, tile, dtype, start=0):
-    row = load_row(parameter, tile, start=start)
-    return [row[c].to(dtype) for c in tile.chunks]
-
-
-@triton.jit
-def _key(query, key_weight, tile, dtype, start=0):
-    """q * w"""
-    q = _vector(query, tile, dtype, start)
-    if key_weight is None:
-        return q
-    else:
-        w = _vector(key_weight, tile, dtype, start)
-        return [q[c] * w[c] for c in tile.chunks]
-
-
-@triton.jit
-def _dot(x, y, tile, dtype):
-    products = tl.zeros([tile.width], dtype)
-    for c in tl.static_range(len(tile.chunks)):
-        products += x[c] * y[c]
-    return tl.sum(products, axis=0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -108,17 +84,13 @@ def _attn_res_merge_forward(
         store_row(new_partial + at * tile.dim, rounded, tile)
         p = [rounded[c].to(formula.dtype) for c in tile.chunks]
     o = _row(output, token, tile, formula.dtype)
-    r = tl.rsqrt(_dot(p, p, tile, formula.dtype) / tile.dim + formula.eps)
-    s = _dot(p, _key(query, key_weight, tile, formula.dtype), tile, formula.dtype) * r * formula.scale
+    r = tl.rsqrt(inner_product(p, p, tile, formula.dtype) / tile.dim + formula.eps)
+    s = inner_product(p, key_row(query, key_weight, tile, formula.dtype), tile, formula.dtype) * r * formula.scale
     tl.store(stats + at, s)
     tl.store(stats + (at + tl.cast(tokens, tl.int64)), r)
     share = tl.sigmoid(s - tl.load(lse + at).to(formula.dtype))
     merged = [o[c] + share * (p[c] - o[c]) for c in tile.chunks]
-    if norm_weight is not None:
-        rho = tl.rsqrt(_dot(merged, merged, tile, formula.dtype) / tile.dim + formula.norm_eps)
-        w = _vector(norm_weight, tile, formula.dtype)
-        merged = [merged[c] * rho * w[c] for c in tile.chunks]
-    store_row(h + at * tile.dim, merged, tile)
+    store_row(h + at * tile.dim, normalized(merged, norm_weight, tile, formula), tile)
 
 
 @triton.jit
@@ -133,7 +105,7 @@ def _add_products(sums, o, p, g, share, norm_weight, tile, dtype, start):
     hh, uh, hd, ud = sums
     u = g
     if norm_weight is not None:
-        w = _vector(norm_weight, tile, dtype, start)
+        w = vector(norm_weight, tile, dtype, start)
         u = [g[c] * w[c] for c in tile.chunks]
     for c in tl.static_range(len(tile.chunks)):
         difference = p[c] - o[c]
@@ -144,6 +116,14 @@ def _add_products(sums, o, p, g, share, norm_weight, tile, dtype, start):
             uh += u[c] * h
             hd += h * difference
     return hh, uh, hd, ud
+
+
+@triton.jit
+def _over_slices(here, elsewhere, SLICES: tl.constexpr):
+    total = tl.sum(here)
+    if SLICES > 1:
+        total += tl.sum(elsewhere)
+    return total
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -192,17 +172,9 @@ def _attn_res_merge_backward(
         g = _row(grad_h, token, tile, formula.dtype, start)
         here = _no_products(tile, formula.dtype)
         here = _add_products(here, o, p, g, share, norm_weight, tile, formula.dtype, start)
-        pair = tl.sum(here[3])
-        if SLICES > 1:
-            pair += tl.sum(elsewhere[3])
+        pair = _over_slices(here[3], elsewhere[3], SLICES)
         if norm_weight is not None:
-            hh = tl.sum(here[0])
-            uh = tl.sum(here[1])
-            hd = tl.sum(here[2])
-            if SLICES > 1:
-                hh += tl.sum(elsewhere[0])
-                uh += tl.sum(elsewhere[1])
-                hd += tl.sum(elsewhere[2])
+            hh, uh, hd = [_over_slices(here[k], elsewhere[k], SLICES) for k in (0, 1, 2)]
             rho = tl.rsqrt(hh / tile.dim + formula.norm_eps)
             along = uh / tile.dim * rho * rho
             pair = rho * (pair - along * hd)
@@ -213,7 +185,7 @@ def _attn_res_merge_backward(
         if norm_weight is not None:
             h = [o[c] + share * (p[c] - o[c]) for c in tile.chunks]
             dnorm = [dnorm[c] + g[c] * (h[c] * rho) for c in tile.chunks]
-            w = _vector(norm_weight, tile, formula.dtype, start)
+            w = vector(norm_weight, tile, formula.dtype, start)
             g = [g[c] * (rho * w[c]) - h[c] * (rho * along) for c in tile.chunks]
         store_row(doutput + at * tile.dim, [rest * g[c] for c in tile.chunks], tile, start=start)
         on_value = ds * s * r * r / tile.dim
@@ -221,7 +193,7 @@ def _attn_res_merge_backward(
         if grad_partial is not None:
             passed = _row(grad_partial, token, tile, formula.dtype, start)
             dp = [dp[c] + passed[c] for c in tile.chunks]
-        key = _key(query, key_weight, tile, formula.dtype, start)
+        key = key_row(query, key_weight, tile, formula.dtype, start)
         store_row(dpartial + at * tile.dim, [dp[c] + on_key * key[c] for c in tile.chunks], tile, start=start)
     row = tl.program_id(1).to(tl.int64) * tile.dim
     store_row(dkey_rows + row, dkey, tile, start=start)

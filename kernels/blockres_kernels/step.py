@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .aggregate import Formula, _inner_product, _key_row, _square_and_product, _zero_row
+from .rows import Formula, key_row, mix_in, normalized, square_and_product, zero_row
 from .sources import (
     Rows,
     compute_dtype,
@@ -129,13 +129,13 @@ def _attn_res_step(
     reader = (count, tokens, tl.num_programs(0), slot_stride, bank_row)
     stream = _rows_ahead(bank, reader, tl.program_id(0), ahead, tile, alignment.bank)
     if HOLD_KEY:
-        key = _key_row(query, key_weight, tile, dtype)
+        key = key_row(query, key_weight, tile, dtype)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
         if partial is None and update is None:
             peak = tl.full([], -float("inf"), dtype)
             sum_of_weights = tl.full([], 0.0, dtype)
-            mixed = _zero_row(tile, dtype)
+            mixed = zero_row(tile, dtype)
         else:
             if update is None:
                 mixed = _row_of(partial, at * partial_row, tile, dtype, alignment.partial)
@@ -149,28 +149,19 @@ def _attn_res_step(
                 store_row(tl.multiple_of(total + at * total_row, alignment.total), rounded, tile)
                 mixed = [rounded[c].to(dtype) for c in tile.chunks]
             if not HOLD_KEY:
-                key = _key_row(query, key_weight, tile, dtype)
-            square, product = _square_and_product(mixed, key, tile, dtype)
+                key = key_row(query, key_weight, tile, dtype)
+            square, product = square_and_product(mixed, key, tile, dtype)
             peak = product * tl.rsqrt(square / tile.dim + formula.eps) * formula.scale
             sum_of_weights = tl.full([], 1.0, dtype)
         for _ in range(0, count):
             row, stream = _next_row(stream, bank, reader, ahead, tile, alignment.bank)
             if not HOLD_KEY:
-                key = _key_row(query, key_weight, tile, dtype)
-            square, product = _square_and_product(row, key, tile, dtype)
+                key = key_row(query, key_weight, tile, dtype)
+            square, product = square_and_product(row, key, tile, dtype)
             score = product * tl.rsqrt(square / tile.dim + formula.eps) * formula.scale
-            higher = tl.maximum(peak, score)
-            keep = tl.exp(peak - higher)
-            weight = tl.exp(score - higher)
-            sum_of_weights = sum_of_weights * keep + weight
-            mixed = [mixed[c] * keep + row[c].to(dtype) * weight for c in tile.chunks]
-            peak = higher
+            peak, sum_of_weights, mixed = mix_in(peak, sum_of_weights, mixed, row, score, tile, dtype)
         share = 1.0 / sum_of_weights
-        h = [mixed[c] * share for c in tile.chunks]
-        if norm_weight is not None:
-            rho = tl.rsqrt(_inner_product(h, h, tile, dtype) / tile.dim + formula.norm_eps)
-            w = load_row(norm_weight, tile)
-            h = [h[c] * rho * w[c].to(dtype) for c in tile.chunks]
+        h = normalized([mixed[c] * share for c in tile.chunks], norm_weight, tile, formula)
         store_row(tl.multiple_of(out + at * out_row, alignment.out), h, tile)
 
 

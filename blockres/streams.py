@@ -1,5 +1,6 @@
 """The streams that `BlockAttnRes` hands out for training: read, write, read, write, …, read."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from blockres.modules import AttnRes, BlockAttnRes
 
 
-class Stream:
+class Stream(ABC):
     """What the streams share: the position, and the order read, write, read, write, …, read."""
 
     _reads_in_place = True
@@ -54,14 +55,15 @@ class Stream:
             checks.one_cut(name, [update])
         self.position += 1
 
+    @abstractmethod
     def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """The next sublayer's input `[..., D]`; after the last sublayer, the network's output state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weights(self) -> Tensor:
         """The softmax weights `[N, ...]` with which the next `read` weighs the sources, the partial sum last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, update: Tensor) -> None:
         """Add a sublayer's output `[..., D]`.
 
@@ -74,11 +76,10 @@ class Stream:
             ValueError: for another shape than the stream's, for strides that kernels cannot follow, or after the last
                 sublayer.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """`(sources, partial)`: the completed sources, and the open block's sum if a block is open."""
-        raise NotImplementedError
 
 
 class BlockStream(Stream):
@@ -244,7 +245,7 @@ class _RecomputedOutputs:
         self._places = {output.data_ptr(): place for place, output in enumerate(outputs)}
         pack, self._unpack = _enclosing_hooks()
         self._sources = [pack(source.detach()) for source in sources]
-        self._versions = [source._version for source in sources]
+        self._versions = [kept._version if isinstance(kept, Tensor) else None for kept in self._sources]
         self._arguments, self._settings = arguments, settings
         self._outputs: Tensor | None = None
         assert outputs[0].grad_fn is not None
@@ -267,7 +268,7 @@ class _RecomputedOutputs:
     def _output(self, place: int) -> Tensor:
         if self._outputs is None:
             for kept, version in zip(self._sources, self._versions, strict=True):
-                if isinstance(kept, Tensor) and kept._version != version:
+                if version is not None and kept._version != version:
                     raise RuntimeError(
                         "a source of this block has been changed in place since the forward, and recompute=True reads "
                         "it again: leave sources as they are until the backward, or use recompute=False"

@@ -485,6 +485,21 @@ def test_another_norm_is_refused(size, norm, message):
         BlockAttnRes(8, 4, size).stream(torch.ones(1, 8)).read(norm)
 
 
+def test_recomputing_from_copies_that_hooks_on_saved_tensors_keep():
+    """Copies have versions of their own: sources that were written in place before the forward are no mistake."""
+    residual, embedding = BlockAttnRes(8, 6, 3, recompute=True), torch.zeros(3, 8)
+    update = torch.randn(3, 8, requires_grad=True)
+    gradients = []
+    for pack in (lambda x: x, lambda x: x.clone()):
+        embedding.copy_(torch.ones(3, 8))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            stream = residual.stream(embedding)
+            stream.read()
+            stream.write(update)
+            gradients.append(torch.autograd.grad(stream.read().square().sum(), update)[0])
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("infers", [False, True])
 def test_an_update_that_cannot_be_read_in_place_leaves_the_stream_as_it_was(infers):
     with torch.inference_mode(infers):

@@ -248,6 +248,13 @@ def attn_res_step(
         out = slot.new_empty(slot.shape, dtype=checks.result_dtype(out_dtype, slot.dtype))
     if total is None:
         total = slot.new_empty(0 if update is None else slot.shape)
+    _check_step_rows(bank, partial, update, total, out)
+    ops.attn_res_step(bank, partial, update, total, out, query, key_weight, norm_weight, eps, scale, norm_eps)
+    return out, partial if update is None else total
+
+
+def _check_step_rows(bank: Tensor, partial: Tensor | None, update: Tensor | None, total: Tensor, out: Tensor) -> None:
+    slot = bank[0]
     for name, rows, alike in (
         ("a slot of the bank", slot, True),
         ("partial", partial, True),
@@ -264,8 +271,6 @@ def attn_res_step(
         checks.one_cut("update", [update])
         checks.same_shape("update", update, "a slot of the bank", slot)
         checks.same_device("update", update, slot)
-    ops.attn_res_step(bank, partial, update, total, out, query, key_weight, norm_weight, eps, scale, norm_eps)
-    return out, partial if update is None else total
 
 
 def _check_row_set(name: str, value: Tensor | None, slot: Tensor, alike: bool) -> None:

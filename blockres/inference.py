@@ -47,7 +47,7 @@ class Bank:
         with torch.inference_mode(False):  # memory made under inference mode could not be used outside of it
             self.slots = torch.empty(num_slots, max_tokens, dim, dtype=dtype, device=device)
             self._inputs = [torch.empty(max_tokens * dim, dtype=dtype, device=device) for _ in range(2)]
-        self._serves: _Turn | None = None
+        self._streams = 0
 
     @property
     def max_tokens(self) -> int:
@@ -75,10 +75,15 @@ class Bank:
                 f"the stream has {tokens} tokens, the bank is for at most {self.max_tokens}: make a larger one, or "
                 f"give the tokens in chunks of that size"
             )
-        self._serves = _Turn()
-        return _InBank(self, slots[:, :tokens].view(slots.shape[0], *leading, slots.shape[2]), self._serves)
+        self._streams += 1
+        return _InBank(self, slots[:, :tokens].view(slots.shape[0], *leading, slots.shape[2]), self._streams)
 
-    def _buffer(self, which: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def check_turn(self, number: int) -> None:
+        """Refuse every stream but the one that was opened last."""
+        if number != self._streams:
+            raise RuntimeError("another stream has been opened on this stream's bank, which serves one at a time")
+
+    def buffer(self, which: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """One of two, as rows of any dtype that is not wider than the bank's."""
         if dtype.itemsize > self.slots.dtype.itemsize:
             raise ValueError(
@@ -88,26 +93,21 @@ class Bank:
         return self._inputs[which].view(dtype)[: math.prod(shape)].view(shape)
 
 
-class _Turn:
-    """Stands for one stream on a bank."""
-
-
 class _InBank:
-    """What one stream sees of a bank, as long as it is that stream's turn."""
+    """What the bank's stream of this number sees of it, as long as it is the latest."""
 
-    def __init__(self, bank: Bank, slots: Tensor, turn: "_Turn") -> None:
-        self._bank, self._slots, self._turn = bank, slots, turn
+    def __init__(self, bank: Bank, slots: Tensor, number: int) -> None:
+        self._bank, self._slots, self._number = bank, slots, number
 
     @property
     def slots(self) -> Tensor:
         """`[slots, ..., D]`"""
-        if self._bank._serves is not self._turn:
-            raise RuntimeError("another stream has been opened on this stream's bank, which serves one at a time")
+        self._bank.check_turn(self._number)
         return self._slots
 
     def input(self, position: int, dtype: torch.dtype) -> Tensor:
         """Not the memory that the sublayer before it has read, which may be its update."""
-        return self._bank._buffer(position % 2, self.slots.shape[1:], dtype)
+        return self._bank.buffer(position % 2, self.slots.shape[1:], dtype)
 
     def running_sum(self, place: int) -> Tensor:
         """The slot that the open block will have: completing it costs nothing."""

@@ -307,7 +307,7 @@ def attn_res_inter_backward(
     columns = triton.next_power_of_2(max(dim, lanes))
     rows = 2 * queries + sources + 2 * norm + adds
     addresses = 3 * queries + (3 * sources if sources > 9 else 0)
-    most = (152 - addresses) // (rows * max(itemsize // 4, 1))
+    most = (147 - addresses) // (rows * max(itemsize // 4, 1))
     least = 16 // itemsize if dim >= 768 else 1
     each = max(columns // 256, min(16 // itemsize, columns // lanes), 1)
     while each > most and each > least and columns // each < 256:

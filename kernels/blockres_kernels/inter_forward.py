@@ -88,26 +88,13 @@ def _mixture(rows, weights, slots, tile, dtype):
 
 
 @triton.jit
-def _answer(
-    rows,
-    r,
-    keys,
-    norm_weight,
-    outputs,
-    lse,
-    scores,
-    s,
-    queries,
-    count,
-    tokens,
-    token,
-    slots,
-    group,
-    tile,
-    formula,
-    VECTOR: tl.constexpr,
-):
-    """The queries s, s + 1, ... of a group, at one token whose sources are in registers."""
+def _answer(rows, r, keys, norm_weight, results, s, sizes, token, slots, group, tile, formula, VECTOR: tl.constexpr):
+    """The queries s, s + 1, ... of a group, at one token whose sources are in registers.
+
+    `results` are outputs, lse and scores, `sizes` the numbers of queries, sources and tokens.
+    """
+    outputs, lse, scores = results
+    queries, count, tokens = sizes
     T = tl.cast(tokens, tl.int64)
     products = _scores(rows, keys, s, queries, slots, group, tile, formula.dtype, VECTOR)
     for g in tl.static_range(len(group)):
@@ -151,48 +138,14 @@ def _attn_res_inter_forward_held(
     r = [tl.rsqrt(squares[j] / tile.dim + formula.eps) for j in slots]
     for j in tl.static_range(len(slots)):
         tl.store(rstd + (j * tl.cast(tokens, tl.int64) + token), r[j], mask=count > j)
+    results, sizes = (outputs, lse, scores), (queries, count, tokens)
     first = 0
     if norm_weight is not None:
-        _answer(
-            rows,
-            r,
-            keys,
-            norm_weight,
-            outputs,
-            lse,
-            scores,
-            0,
-            queries,
-            count,
-            tokens,
-            token,
-            slots,
-            group[:1],
-            tile,
-            formula,
-            VECTOR,
-        )
+        alone = group[:1]
+        _answer(rows, r, keys, norm_weight, results, 0, sizes, token, slots, alone, tile, formula, VECTOR)
         first = 1
     for s in range(first, queries, len(group)):
-        _answer(
-            rows,
-            r,
-            keys,
-            None,
-            outputs,
-            lse,
-            scores,
-            s,
-            queries,
-            count,
-            tokens,
-            token,
-            slots,
-            group,
-            tile,
-            formula,
-            VECTOR,
-        )
+        _answer(rows, r, keys, None, results, s, sizes, token, slots, group, tile, formula, VECTOR)
 
 
 @triton.jit

@@ -60,8 +60,8 @@ def attn_res_backward(
     scale: float,
     norm_eps: float,
     needs_grad: Sequence[bool],
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients of the sources (empty where not needed), of `query * key_weight [D]` and of `norm_weight [D]`."""
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Gradients of the sources, of query, key weight and norm weight, in their dtypes; `(0,)` where not needed."""
     dsources, dkeys, dgain = _backward(
         [grad_out],
         _one(grad_lse),
@@ -75,7 +75,7 @@ def attn_res_backward(
         needs_grad,
         [None] * len(sources),
     )
-    return dsources, dkeys[0] * scale, dgain
+    return dsources, *_parameter_gradients(dkeys[0] * scale, dgain, query, key_weight, norm_weight)
 
 
 def attn_res_inter_forward(
@@ -124,8 +124,8 @@ def attn_res_inter_backward(
     norm_eps: float,
     needs_grad: Sequence[bool],
     accumulate: Sequence[Tensor | None],
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients of the sources (empty where not needed), of `queries * key_weights [S, D]` and of `norm_weight [D]`.
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Gradients of the sources, of queries, key weights and norm weight, in their dtypes; `(0,)` where not needed.
 
     Args:
         grad_outputs: S tensors `[..., D]`, as a sequence or stacked.
@@ -137,7 +137,7 @@ def attn_res_inter_backward(
     dsources, dkeys, dgain = _backward(
         list(grad_outputs), grad_lse, None, sources, keys, gain, scores, rstd, norm_eps, needs_grad, accumulate
     )
-    return dsources, dkeys * scale, dgain
+    return dsources, *_parameter_gradients(dkeys * scale, dgain, queries, key_weights, norm_weight)
 
 
 def _backward(
@@ -154,6 +154,8 @@ def _backward(
     accumulate: Sequence[Tensor | None],
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """`attn_res_inter_backward`, with gradients of the scores `[S, N, ...]` as well, and `keys` already scaled.
+
+    Of the parameters it returns what the keys `[S, D]` and the norm weight get, in the compute dtype.
 
     The softmax does not feel what all sources have in common. Most of it is taken out of the rows, one source of every
     token from all of them, before they are multiplied: it would only add its rounding to the query's gradient.
@@ -240,8 +242,11 @@ def attn_res_merge_backward(
     eps: float,
     scale: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of output, lse, partial and update (one for both), `query * key_weight [D]` and `norm_weight [D]`."""
+) -> tuple[Tensor, ...]:
+    """Gradients of output, lse, partial and update (one for both), query, key weight and norm weight.
+
+    Those of parameters that are not given are `(0,)`.
+    """
     compute = stats.dtype
     key, gain = _keys(query, key_weight, scale, compute), _converted(norm_weight, compute)
     doutput, dpartial = output.new_empty(output.shape), partial_new.new_empty(partial_new.shape)
@@ -269,7 +274,9 @@ def attn_res_merge_backward(
         total = torch.mul(grad, weight, out=_buffer(dpartial_row, "product", scratch))
         total.addcmul_(key, on_key).addcmul_(value, dscore * on_value[part])
         _store(total.add_(passed_row[0]) if passed else total, dpartial_row)
-    return doutput, dscore_by_token.neg_().view(lse.shape).to(lse.dtype), dpartial, dkey.sum * scale, dgain.sum
+    dlse = dscore_by_token.neg_().view(lse.shape).to(lse.dtype)
+    parameters = _parameter_gradients(dkey.sum * scale, dgain.sum, query, key_weight, norm_weight)
+    return doutput, dlse, dpartial, *parameters
 
 
 def attn_res_step(
@@ -475,6 +482,16 @@ def _products(values: Tensor, others: Tensor) -> Tensor:
     pieces = zip(values.split(_STRETCH, -1), others.split(_STRETCH, -1), strict=True)
     partial = [torch.bmm(a, b.mT) for a, b in pieces]
     return partial[0] if len(partial) == 1 else torch.stack(partial).sum(0)
+
+
+def _parameter_gradients(
+    dkey: Tensor, dgain: Tensor, query: Tensor, key_weight: Tensor | None, norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient of `query * key_weight` to those of its factors; each in its parameter's dtype."""
+    dnorm_weight = query.new_empty(0) if norm_weight is None else dgain.to(norm_weight.dtype, copy=True)
+    if key_weight is None:
+        return dkey.to(query.dtype, copy=True), query.new_empty(0), dnorm_weight
+    return (dkey * key_weight).to(query.dtype), (dkey * query).to(key_weight.dtype), dnorm_weight
 
 
 def _normalize(mix: Tensor, gain: Tensor, eps: float) -> Tensor:

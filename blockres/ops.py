@@ -4,9 +4,8 @@ Letters: N sources, S queries, D hidden size; `...` are the leading dimensions o
 
 Every operation is two ops, `blockres::<name>_forward` and `blockres::<name>_backward`, named after the functions of
 `blockres.cpu` and `blockres_kernels` that implement them; PyTorch's dispatch chooses between the two by device. What is
-saved for backward are inputs and a few numbers per token. To the implementations `query * key_weight` is one vector;
-its gradient comes back as one, in the compute dtype, and is split here. `blockres::attn_res_step`, for inference, has
-no backward; it writes into the memory that it is given.
+saved for backward are inputs and a few numbers per token. `blockres::attn_res_step`, for inference, has no backward; it
+writes into the memory that it is given.
 """
 
 from collections.abc import Sequence
@@ -59,7 +58,7 @@ attn_res_backward = _operation(
     "attn_res_backward",
     "(Tensor grad_out, Tensor? grad_lse, Tensor? grad_scores, Tensor[] sources, Tensor query, Tensor? key_weight, "
     "Tensor? norm_weight, Tensor lse, Tensor scores, Tensor rstd, float eps, float scale, float norm_eps, "
-    "bool[] needs_grad) -> (Tensor[] dsources, Tensor dkey, Tensor dnorm_weight)",
+    "bool[] needs_grad) -> (Tensor[] dsources, Tensor dquery, Tensor dkey_weight, Tensor dnorm_weight)",
 )
 
 
@@ -76,8 +75,8 @@ def _(sources, query, key_weight, norm_weight, eps, scale, norm_eps, out_dtype):
 
 
 @attn_res_backward.register_fake
-def _(grad_out, grad_lse, grad_scores, sources, query, key_weight, norm_weight, lse, *others):
-    return _fake_gradients(sources, others[-1]), *_fake_parameter_gradients(query, norm_weight, lse.dtype)
+def _(grad_out, grad_lse, grad_scores, sources, query, key_weight, norm_weight, *others):
+    return _fake_gradients(sources, others[-1]), *_fake_parameter_gradients(query, key_weight, norm_weight)
 
 
 def _save_attn_res(ctx, inputs, output):
@@ -92,10 +91,10 @@ def _differentiate_attn_res(ctx, grad_out, grad_lse, grad_scores, _):
     *sources, query, key_weight, norm_weight, lse, scores, rstd = ctx.saved_tensors
     needs_grad = ctx.needs_input_grad[0]
     grad_out = _zeros_like(sources[0]) if grad_out is None else grad_out
-    saved = (sources, query, key_weight, norm_weight, lse, scores, rstd)
-    dsources, dkey, dnorm = attn_res_backward(grad_out, grad_lse, grad_scores, *saved, *ctx.settings, needs_grad)
-    parameters = _parameter_gradients(dkey, dnorm, query, key_weight, norm_weight)
-    return _only(dsources, needs_grad), *parameters, None, None, None, None
+    parameters = query, key_weight, norm_weight
+    saved = (sources, *parameters, lse, scores, rstd)
+    dsources, *dparameters = attn_res_backward(grad_out, grad_lse, grad_scores, *saved, *ctx.settings, needs_grad)
+    return _only(dsources, needs_grad), *_given(dparameters, parameters), None, None, None, None
 
 
 attn_res_forward.register_autograd(_differentiate_attn_res, setup_context=_save_attn_res)
@@ -110,7 +109,8 @@ attn_res_inter_backward = _operation(
     "attn_res_inter_backward",
     "(Tensor[] grad_outputs, Tensor? grad_lse, Tensor[] sources, Tensor queries, Tensor? key_weights, "
     "Tensor? norm_weight, Tensor lse, Tensor scores, Tensor rstd, float eps, float scale, float norm_eps, "
-    "bool[] needs_grad, Tensor?[] accumulate) -> (Tensor[] dsources, Tensor dkeys, Tensor dnorm_weight)",
+    "bool[] needs_grad, Tensor?[] accumulate) "
+    "-> (Tensor[] dsources, Tensor dqueries, Tensor dkey_weights, Tensor dnorm_weight)",
 )
 
 
@@ -127,8 +127,8 @@ def _(sources, queries, key_weights, norm_weight, eps, scale, norm_eps, out_dtyp
 
 
 @attn_res_inter_backward.register_fake
-def _(grad_outputs, grad_lse, sources, queries, key_weights, norm_weight, lse, *others):
-    return _fake_gradients(sources, others[-2]), *_fake_parameter_gradients(queries, norm_weight, lse.dtype)
+def _(grad_outputs, grad_lse, sources, queries, key_weights, norm_weight, *others):
+    return _fake_gradients(sources, others[-2]), *_fake_parameter_gradients(queries, key_weights, norm_weight)
 
 
 def _save_inter(ctx, inputs, output):
@@ -151,8 +151,9 @@ def _differentiate_inter(ctx, grad_outputs, grad_lse, *_):
 def _inter_gradients(grad_outputs, grad_lse, saved, settings, needs_grad, accumulate):
     sources, *parameters = saved[:4]
     grad_outputs = [_zeros_like(sources[0]) if grad is None else grad for grad in grad_outputs]
-    dsources, dkeys, dnorm = attn_res_inter_backward(grad_outputs, grad_lse, *saved, *settings, needs_grad, accumulate)
-    return _only(dsources, needs_grad), _parameter_gradients(dkeys, dnorm, *parameters)
+    arguments = grad_outputs, grad_lse, *saved, *settings, needs_grad, accumulate
+    dsources, *dparameters = attn_res_inter_backward(*arguments)
+    return _only(dsources, needs_grad), _given(dparameters, parameters)
 
 
 attn_res_inter_forward.register_autograd(_differentiate_inter, setup_context=_save_inter)
@@ -206,7 +207,7 @@ attn_res_merge_backward = _operation(
     "attn_res_merge_backward",
     "(Tensor grad_h, Tensor? grad_partial, Tensor output, Tensor lse, Tensor partial_new, Tensor query, "
     "Tensor? key_weight, Tensor? norm_weight, Tensor stats, float eps, float scale, float norm_eps) "
-    "-> (Tensor doutput, Tensor dlse, Tensor dpartial, Tensor dkey, Tensor dnorm_weight)",
+    "-> (Tensor doutput, Tensor dlse, Tensor dpartial, Tensor dquery, Tensor dkey_weight, Tensor dnorm_weight)",
 )
 
 
@@ -226,7 +227,7 @@ def _(grad_h, grad_partial, output, lse, partial_new, query, key_weight, norm_we
         output.new_empty(output.shape),
         lse.new_empty(lse.shape),
         partial_new.new_empty(partial_new.shape),
-        *_fake_parameter_gradients(query, norm_weight, stats.dtype),
+        *_fake_parameter_gradients(query, key_weight, norm_weight),
     )
 
 
@@ -250,8 +251,8 @@ def _differentiate_merge(ctx, grad_h, grad_partial, _):
 def _merge_gradients(ctx, grad_h, grad_partial):
     saved = output, _, _, query, key_weight, norm_weight, _ = ctx.saved_tensors
     grad_h = _zeros_like(output) if grad_h is None else grad_h
-    doutput, dlse, dpartial, dkey, dnorm = attn_res_merge_backward(grad_h, grad_partial, *saved, *ctx.settings)
-    return doutput, dlse, dpartial, *_parameter_gradients(dkey, dnorm, query, key_weight, norm_weight)
+    *rows, dquery, dkey_weight, dnorm_weight = attn_res_merge_backward(grad_h, grad_partial, *saved, *ctx.settings)
+    return *rows, *_given((dquery, dkey_weight, dnorm_weight), (query, key_weight, norm_weight))
 
 
 attn_res_merge_forward.register_autograd(_differentiate_merge, setup_context=_save_merge)
@@ -294,9 +295,11 @@ def _fake_gradients(sources, needs_grad):
     return [s.new_empty(s.shape if needed else (0,)) for s, needed in zip(sources, needs_grad, strict=True)]
 
 
-def _fake_parameter_gradients(query, norm_weight, compute):
-    dnorm_weight = query.new_empty(0 if norm_weight is None else norm_weight.shape, dtype=compute)
-    return query.new_empty(query.shape, dtype=compute), dnorm_weight
+def _fake_parameter_gradients(query, *others):
+    return [
+        query.new_empty(0) if parameter is None else parameter.new_empty(parameter.shape)
+        for parameter in (query, *others)
+    ]
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
@@ -308,14 +311,8 @@ def _only(gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Te
     return [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
 
 
-def _parameter_gradients(
-    dkey: Tensor, dnorm_weight: Tensor, query: Tensor, key_weight: Tensor | None, norm_weight: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """From the gradient of `query * key_weight` to those of its factors; each in its parameter's dtype."""
-    dnorm = None if norm_weight is None else dnorm_weight.to(norm_weight.dtype)
-    if key_weight is None:
-        return dkey.to(query.dtype), None, dnorm
-    return (dkey * key_weight).to(query.dtype), (dkey * query).to(key_weight.dtype), dnorm
+def _given(gradients: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return _only(gradients, [parameter is not None for parameter in parameters])
 
 
 def _refuse_second_derivative(ctx, *_):

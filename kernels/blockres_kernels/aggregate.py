@@ -26,10 +26,10 @@ near h, r_j v_j - r h is r d_j + (r_j - r) v_j, and r_j - r comes from mean(v_j^
 source gives d_j = 0, hence ds_j = 0 and dqw = 0 exactly.
 
 Both grids are persistent: a program strides over tokens. It holds q * w, and in the backward its sums of dqw and of
-the norm weight's gradient, which it writes as one row at its end; `add_rows` adds the rows of all programs in a fixed
-order. Rows of sources are loaded ahead of their use. In the backward they are held from their first use to their second
-where `launch` finds room for them (and replaced, one by one, by those of the next token), and read again where it does
-not, by the same program and so from L2.
+the norm weight's gradient, which it writes as one row at its end; the rows of all programs are added in a fixed order
+(`parameters`). Rows of sources are loaded ahead of their use. In the backward they are held from their first use to
+their second where `launch` finds room for them (and replaced, one by one, by those of the next token), and read again
+where it does not, by the same program and so from L2.
 
 Where D is wider than a program can hold, the backward is cut into slices of D. The sums over D (first <h, h> and
 <u, h>, then <g, v_j - h>) are then collected by launches of their own before the one that writes gradients. With more
@@ -44,6 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
+from .parameters import parameter_gradients
 from .rows import Formula, inner_product, key_row, mix_in, normalized, square_and_product, zero_row
 from .sources import (
     Rows,
@@ -87,7 +88,8 @@ class Scratch(NamedTuple):
     tables: Tensor  # [programs, bucket, 4]
     moments: Tensor | None  # [slices, T, 2], <h, h> and, for the norm, <u, h> within a slice
     pairs: Tensor | None  # [slices, count, T, 2], <g, d_j> and <d_j, v_j + h> within a slice
-    partial: Tensor  # [programs, 1 or 2, D]
+    key_rows: Tensor  # [programs, D]
+    norm_rows: Tensor | None  # [programs, D]
 
 
 @triton.jit
@@ -450,34 +452,10 @@ def _attn_res_backward(
                 formula,
                 STAGE,
             )
-    parts: tl.constexpr = 1 if norm_weight is None else 2
-    partial = scratch.partial + tl.cast(program, tl.int64) * (tile.dim * parts)
-    store_row(partial, grad_key, tile, start=start)
+    row = tl.cast(program, tl.int64) * tile.dim
+    store_row(scratch.key_rows + row, grad_key, tile, start=start)
     if norm_weight is not None:
-        store_row(partial + tile.dim, grad_norm, tile, start=start)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _add_rows(
-    partial,  # a tuple of [rows, COLUMNS], whose rows are STRIDE apart
-    total,  # a tuple of [COLUMNS]
-    rows,
-    STRIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """Add rows, DEPTH of them side by side: in an order that depends on their number alone."""
-    columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    for table in tl.static_range(len(partial)):
-        if tl.program_id(1) == table:
-            sums = tl.zeros([DEPTH, WIDTH], total[table].dtype.element_ty)
-            for first in range(0, rows, DEPTH):
-                row = first + tl.arange(0, DEPTH)
-                mask = (row[:, None] < rows) & (columns[None, :] < COLUMNS)
-                pointers = partial[table] + row[:, None].to(tl.int64) * STRIDE + columns[None, :]
-                sums += tl.load(pointers, mask=mask, other=0.0)
-            tl.store(total[table] + columns, tl.sum(sums, axis=0), mask=columns < COLUMNS)
+        store_row(scratch.norm_rows + row, grad_norm, tile, start=start)
 
 
 def attn_res_forward(
@@ -543,18 +521,19 @@ def attn_res_backward(
     scale: float,
     norm_eps: float,
     needs_grad: list[bool],
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients of the sources (of shape `(0,)` where not needed), of `q * w [D]` and of `norm_weight [D]` (or `(0,)`).
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Gradients of the sources, of query, key weight and norm weight, in their dtypes; `(0,)` where not needed.
 
     `grad_out` is read where it lies. It is copied only where its last dimension is not contiguous, as in the gradient
     of a sum, or its rows have more than two strides.
     """
     first = sources[0]
-    dim, dtype, norm = first.shape[-1], compute_dtype(first.dtype), norm_weight is not None
+    dtype, parameters = compute_dtype(first.dtype), vectors(query, key_weight, norm_weight)
     grads = [x.new_empty(x.shape if needed else (0,)) for x, needed in zip(sources, needs_grad, strict=True)]
-    if not grad_out.numel():
-        return grads, lse.new_zeros(dim), lse.new_zeros(dim if norm else 0)
     with on_device(first):
+        if not grad_out.numel():
+            nothing = lse.new_empty(0, first.shape[-1])
+            return grads, *parameter_gradients(nothing, nothing, *parameters)
         mixture = None
         if len(sources) > launch.MAX_SOURCES:
             mixture = attn_res_forward(sources, query, key_weight, None, eps, scale, norm_eps, dtype)[0]
@@ -566,12 +545,12 @@ def attn_res_backward(
             Upstream(*(None if x is None else x.to(dtype).contiguous() for x in (grad_lse, grad_scores))),
             Statistics(lse, scores, rstd),
             mixture,
-            vectors(query, key_weight, norm_weight),
+            parameters,
             Formula(eps, scale, norm_eps, triton_dtype(dtype)),
         )
         sums = [work.launch(start, stop) for start, stop in launch.groups(len(sources))]
-        grad_key = sum((part[0] for part in sums[1:]), start=sums[0][0])
-        return grads, grad_key, sums[0][1] if norm else lse.new_empty(0)
+        key_rows, norm_rows = sums[0] if len(sums) == 1 else (torch.cat([rows for rows, _ in sums]), sums[0][1])
+        return grads, *parameter_gradients(key_rows, norm_rows, *parameters)
 
 
 class _Backward(NamedTuple):
@@ -587,19 +566,19 @@ class _Backward(NamedTuple):
     parameters: tuple[Tensor | None, ...]
     formula: Formula
 
-    def launch(self, start: int, stop: int) -> list[Tensor]:
-        """Gradients of sources start to stop; their sums for the key and, where there is one, the norm weight, [D]."""
+    def launch(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Gradients of sources start to stop; each program's sums for the key and, if there is one, the norm weight."""
         bucket, dim, tokens = launch.bucket(stop - start), self.grad_out.tensors[0].shape[-1], self.sources.count
-        lse, first = self.statistics.lse, self.sources.tensors[0]
-        parts = 1 if self.parameters[2] is None else 2
-        plan = launch.attn_res_backward(dim, first.element_size(), bucket, parts == 2, launch.lanes())
+        lse, first, norm = self.statistics.lse, self.sources.tensors[0], self.parameters[2] is not None
+        plan = launch.attn_res_backward(dim, first.element_size(), bucket, norm, launch.lanes())
         programs = launch.persistent_with_sums(tokens, plan.resident, lse.device)
         sliced = plan.slices > 1
         scratch = Scratch(
             lse.new_empty((plan.slices * programs, bucket, 4), dtype=torch.int64),
             lse.new_empty((plan.slices, tokens, 2)) if sliced else None,
             lse.new_empty((plan.slices, stop - start, tokens, 2)) if sliced else None,
-            lse.new_empty((programs, parts, dim)),
+            lse.new_empty((programs, dim)),
+            lse.new_empty((programs, dim)) if norm else None,
         )
         for stage in ("moments", "pairs", "gradients") if sliced else ("whole",):
             _attn_res_backward[(programs, plan.slices)](
@@ -622,14 +601,4 @@ class _Backward(NamedTuple):
                 stage,
                 **launch.options(plan.warps),
             )
-        return add_rows(*scratch.partial.unbind(1))
-
-
-def add_rows(*tables: Tensor) -> list[Tensor]:
-    """Tables `[rows, columns]` of one shape and one stride -> `[columns]` each, in one launch, the same to the bit."""
-    rows, columns = tables[0].shape
-    totals = [table.new_empty(columns) for table in tables]
-    _add_rows[(triton.cdiv(columns, 128), len(tables))](
-        tables, tuple(totals), rows, tables[0].stride(0), columns, 128, 32, num_warps=4
-    )
-    return totals
+        return scratch.key_rows, scratch.norm_rows

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .aggregate import add_rows
 from .inter_backward_slices import launch_slices
 from .inter_backward_terms import Work
 from .inter_backward_whole import launch_whole
 from .inter_forward import attn_res_inter_forward
 from .inter_tiles import keys_of, uniform
+from .parameters import parameter_gradients
 from .rows import Formula
-from .sources import Rows, on_device, rows_of, triton_dtype
+from .sources import Rows, on_device, rows_of, triton_dtype, vectors
 
 
 def attn_res_inter_backward(
@@ -52,8 +52,8 @@ def attn_res_inter_backward(
     norm_eps: float,
     needs_grad: list[bool],
     accumulate: list[Tensor | None],
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients of the sources (empty where not needed), of `queries * key_weights [S, D]` and of `norm_weight [D]`.
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Gradients of the sources, of queries, key weights and norm weight, in their dtypes; `(0,)` where not needed.
 
     Args:
         grad_outputs: S tensors `[..., D]`, as a sequence or stacked; copied only where their rows cannot be read in
@@ -62,9 +62,11 @@ def attn_res_inter_backward(
             memory: autograd may hand the same gradient to others.
     """
     dsources = [x.new_empty(x.shape if needed else (0,)) for x, needed in zip(sources, needs_grad, strict=True)]
+    parameters = queries, key_weights, norm_weight = vectors(queries, key_weights, norm_weight)
     if not sources[0].numel():
-        width = 0 if norm_weight is None else norm_weight.shape[0]
-        return dsources, scores.new_zeros(queries.shape), scores.new_zeros(width)
+        nothing = scores.new_empty(0, *queries.shape)
+        with on_device(sources[0]):
+            return dsources, *parameter_gradients(nothing, nothing[:, 0], *parameters)
     work = Work(
         _gradient_rows(list(grad_outputs)),
         rows_of(sources),
@@ -87,8 +89,7 @@ def attn_res_inter_backward(
                 head = None if key_weights is None else key_weights[:1]
                 mixed = attn_res_inter_forward(sources, queries[:1], head, None, eps, scale, norm_eps, scores.dtype)[0]
             dkey_rows, dnorm_rows = launch_slices(work, mixed)
-        dnorm_weight = scores.new_empty(0) if dnorm_rows is None else add_rows(dnorm_rows)[0]
-        return dsources, add_rows(dkey_rows.flatten(1))[0].view(queries.shape), dnorm_weight
+        return dsources, *parameter_gradients(dkey_rows, dnorm_rows, *parameters)
 
 
 def _gradient_rows(grads: list[Tensor]) -> Rows:

@@ -46,6 +46,7 @@ from .sources import (
     rows_of,
     store_row,
     triton_dtype,
+    vectors,
 )
 
 
@@ -302,6 +303,7 @@ def attn_res_inter_forward(
     scores = first.new_empty((count, total, *shape[:-1]), dtype=dtype)
     rstd = first.new_empty((total, *shape[:-1]), dtype=dtype)
     if outputs.numel():
+        queries, key_weights, norm_weight = vectors(queries, key_weights, norm_weight)
         keys, formula = keys_of(queries, key_weights, dtype), Formula(eps, scale, norm_eps, triton_dtype(dtype))
         rows, stats = rows_of(sources), (lse, scores, rstd)
         size = launch.bucket(min(total, launch.MAX_SOURCES))

@@ -120,7 +120,7 @@ def add_pairs(pairs, x, v, slots, source, VECTOR: tl.constexpr):
 
 def keys_of(queries: Tensor, key_weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     keys = queries.to(dtype)
-    return (keys if key_weights is None else keys * key_weights.to(dtype)).contiguous()
+    return keys if key_weights is None else keys * key_weights.to(dtype)
 
 
 def uniform(rows: Rows) -> bool:

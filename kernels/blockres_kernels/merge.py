@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .aggregate import add_rows
+from .parameters import parameter_gradients
 from .rows import Formula, inner_product, key_row, normalized, vector
 from .sources import (
     compute_dtype,
@@ -50,6 +50,7 @@ from .sources import (
     rows_or_copy,
     store_row,
     triton_dtype,
+    vectors,
 )
 
 
@@ -228,9 +229,7 @@ def attn_res_merge_forward(
             rows_or_copy(partial).argument(),
             None if update is None else rows_or_copy(update).argument(),
             lse.contiguous(),
-            query,
-            key_weight,
-            norm_weight,
+            *vectors(query, key_weight, norm_weight),
             h,
             new_partial,
             stats,
@@ -255,18 +254,22 @@ def attn_res_merge_backward(
     eps: float,
     scale: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of output, lse, partial and update (one for both), `query * key_weight [D]` and `norm_weight [D]`."""
+) -> tuple[Tensor, ...]:
+    """Gradients of output, lse, partial and update (one for both), query, key weight and norm weight.
+
+    Those of parameters that are not given are `(0,)`.
+    """
     shape, tokens = output.shape, lse.numel()
+    parameters = vectors(query, key_weight, norm_weight)
     doutput, dpartial = output.new_empty(shape), partial_new.new_empty(shape)
     dlse = lse.new_empty(lse.shape)
     itemsizes = tuple(x.element_size() for x in (grad_h, output, partial_new))
     plan = launch.attn_res_merge_backward(shape[-1], itemsizes, norm_weight is not None, launch.lanes())
     programs = launch.persistent_with_sums(tokens, plan.resident, output.device)
     dkey_rows = stats.new_empty(programs, shape[-1])
-    dnorm_rows = stats.new_empty(0 if norm_weight is None else dkey_rows.shape)
-    if output.numel():
-        with on_device(output):
+    dnorm_rows = None if norm_weight is None else torch.empty_like(dkey_rows)
+    with on_device(output):
+        if output.numel():
             _attn_res_merge_backward[(plan.slices, programs)](
                 rows_or_copy(grad_h).argument(),
                 None if grad_partial is None else rows_or_copy(grad_partial).argument(),
@@ -274,9 +277,7 @@ def attn_res_merge_backward(
                 rows_or_copy(partial_new).argument(),
                 lse.contiguous(),
                 stats,
-                query,
-                key_weight,
-                norm_weight,
+                *parameters,
                 doutput,
                 dlse,
                 dpartial,
@@ -289,9 +290,4 @@ def attn_res_merge_backward(
                 constants(Formula(eps, scale, norm_eps, triton_dtype(stats.dtype))),
                 **launch.options(plan.warps),
             )
-    width = 0 if norm_weight is None else shape[-1]
-    if not tokens:
-        return doutput, dlse, dpartial, stats.new_zeros(shape[-1]), stats.new_zeros(width)
-    with on_device(output):
-        dkey, *dnorm = add_rows(dkey_rows) if norm_weight is None else add_rows(dkey_rows, dnorm_rows)
-        return doutput, dlse, dpartial, dkey, dnorm[0] if dnorm else dnorm_rows
+        return doutput, dlse, dpartial, *parameter_gradients(dkey_rows, dnorm_rows, *parameters)

@@ -126,9 +126,12 @@ def rows_or_copy(x: Tensor) -> Rows:
         return rows_of([x.contiguous()])
 
 
-def vectors(*parameters: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Parameters `[D]` whose elements lie side by side, copied where they do not."""
-    return tuple(None if x is None else x.contiguous() for x in parameters)
+def vectors(
+    query: Tensor, key_weight: Tensor | None, norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The parameters with their elements side by side, copied where they are not."""
+    key_weight, norm_weight = (None if x is None else x.contiguous() for x in (key_weight, norm_weight))
+    return query.contiguous(), key_weight, norm_weight
 
 
 class Tile(NamedTuple):

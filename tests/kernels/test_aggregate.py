@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.interpreter import count_traffic
-from blockres_kernels import aggregate, launch
+from blockres_kernels import launch
 from tests.support.aggregation import (
     SOURCE_GRADIENT_BOUNDS,
     Gradients,
@@ -14,14 +14,14 @@ from tests.support.aggregation import (
     random_problem,
 )
 from tests.support.memory import guarded, poisoned_allocations
-from tests.support.numerics import assert_rounded_once, relative_error
+from tests.support.numerics import assert_parameter_gradient, assert_rounded_once, relative_error
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 counted = pytest.mark.skipif(torch.cuda.is_available(), reason="bytes are counted by the interpreter")
 
 
 def assert_equal(a: Gradients, b: Gradients) -> None:
-    for x, y in zip([*a.sources, a.key, a.norm], [*b.sources, b.key, b.norm], strict=True):
+    for x, y in zip([*a.sources, *a.parameters], [*b.sources, *b.parameters], strict=True):
         assert torch.equal(x, y)
 
 
@@ -130,7 +130,7 @@ def test_parameters_of_any_float_dtype(parameter_dtype, device):
     out, _, gradients = problem.run()
     exact_out, _, exact = problem.exact()
     assert_rounded_once(out, exact_out)
-    assert gradients.key.dtype == FP32
+    assert all(gradient.dtype == parameter_dtype for gradient in gradients.parameters)
     assert_gradients_close(gradients, exact, BF16)
 
 
@@ -159,8 +159,8 @@ def test_no_number_of_sources_is_too_large(count, dim, launches, device):
     assert relative_error(out.cpu(), exact_out) <= 2e-6
     assert relative_error(lse.cpu(), exact_lse) <= 2e-6
     assert relative_error(torch.stack(gradients.sources).cpu(), torch.stack(exact.sources)) <= 2e-6
-    assert relative_error(gradients.key.cpu(), exact.key) <= 2e-6
-    assert relative_error(gradients.norm.cpu(), exact.norm) <= 2e-6
+    for gradient, right in zip(gradients.parameters, exact.parameters, strict=True):
+        assert_parameter_gradient(gradient, right, FP32)
 
 
 @pytest.mark.parametrize("count", [1, 2, 33])
@@ -170,8 +170,7 @@ def test_no_tokens(count, device):
     assert out.shape == (2, 0, 96)
     assert lse.shape == (2, 0)
     assert [x.shape for x in gradients.sources] == [(2, 0, 96)] * count
-    assert torch.equal(gradients.key.cpu(), torch.zeros(96))
-    assert torch.equal(gradients.norm.cpu(), torch.zeros(96))
+    assert all(torch.equal(gradient.cpu(), torch.zeros(96)) for gradient in gradients.parameters)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -182,7 +181,8 @@ def test_one_source_gives_itself_and_no_query_gradient(dtype, norm, device):
     if not norm:
         assert torch.equal(out, problem.sources[0])
         assert torch.equal(gradients.sources[0], problem.grad_out)
-    assert torch.equal(gradients.key.cpu(), torch.zeros(100))
+    assert torch.equal(gradients.query.cpu(), torch.zeros(100))
+    assert torch.equal(gradients.key_weight.cpu(), torch.zeros(100))
 
 
 def test_sources_of_zeros_and_of_the_largest_halves(device):
@@ -194,7 +194,7 @@ def test_sources_of_zeros_and_of_the_largest_halves(device):
         exact_out, _, exact = extreme.exact()
         assert relative_error(out.cpu(), exact_out) <= 1e-3
         assert all(x.isfinite().all() for x in gradients.sources)
-        assert relative_error(gradients.key.cpu(), exact.key) <= 2e-6
+        assert_parameter_gradient(gradients.query, exact.query, FP16)
 
 
 def test_a_nan_stays_in_its_token(device):
@@ -341,13 +341,14 @@ def test_a_source_that_needs_no_gradient_is_not_written(count, wanted, device):
     everything = problem.backward(statistics)
     with count_traffic() as traffic:
         gradients = problem.backward(statistics, needs_grad)
-    assert torch.equal(gradients.key, everything.key)
+    assert torch.equal(gradients.query, everything.query)
     for j, gradient in enumerate(gradients.sources):
         assert torch.equal(gradient, everything.sources[j]) if needs_grad[j] else gradient.shape == (0,)
     assert traffic.moved("grad_sources").write == sum(needs_grad) * 3 * 96 * 2
 
 
-APART = ("statistics", "tables", "scratch", "query", "key_weight", "norm_weight", "partial", "total")
+SUMS = ("key_rows", "norm_rows", "dquery", "dkey_weight", "dnorm_weight")
+APART = ("statistics", "tables", "scratch", "query", "key_weight", "norm_weight", *SUMS)
 
 
 def _assert_rows_moved(traffic, units, unit, problem):
@@ -380,21 +381,14 @@ def test_rows_are_moved_as_often_as_promised(count, dim, dtype, norm, device):
 
 
 @counted
-def test_launches_follow_the_sources_and_none_is_made_for_no_tokens(device):
-    for count, tokens, launches in [(5, 2, 3), (33, 2, 2 + 2 + 2 * 2), (5, 0, 0)]:
-        problem = random_problem(count, (tokens, 32), FP32, device=device)
+def test_launches_follow_the_sources_and_there_is_one_for_all_parameters():
+    for count, tokens, launches in [(5, 2, 1 + 1), (33, 2, 2 + 2 + 2), (5, 0, 0)]:
+        problem = random_problem(count, (tokens, 32), FP32)
         with count_traffic() as traffic:
             problem.run()
-        assert len(traffic.launches) == launches
+        assert [x.kernel for x in traffic.launches].index("_parameter_gradients") == launches
+        assert len(traffic.launches) == launches + 1
 
 
 def test_bounds_cover_every_dtype():
     assert set(SOURCE_GRADIENT_BOUNDS) == {BF16, FP16, FP32, FP64}
-
-
-def test_add_rows_adds_in_the_order_of_rows(device):
-    rows = torch.randn(37, 2, 300, device=device)
-    first, second = aggregate.add_rows(*rows.unbind(1)), aggregate.add_rows(*rows.unbind(1))
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-    for total, table in zip(first, rows.cpu().double().unbind(1), strict=True):
-        assert relative_error(total.cpu(), table.sum(0)) <= 1e-6

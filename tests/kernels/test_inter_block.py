@@ -11,7 +11,14 @@ from bench.interpreter import count_traffic
 from blockres import reference
 from blockres_kernels import attn_res_inter_backward, attn_res_inter_forward, launch
 from tests.support.memory import guarded, poisoned_allocations
-from tests.support.numerics import assert_rounded_once, correlated_sources, relative_error
+from tests.support.numerics import (
+    assert_parameter_gradient,
+    assert_rounded_once,
+    correlated_sources,
+    exact_leaves,
+    gradients_of,
+    relative_error,
+)
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 counted = pytest.mark.skipif(torch.cuda.is_available(), reason="bytes are counted by the interpreter")
@@ -39,7 +46,7 @@ class Phase1:
         dtype = self.grad_outputs[0].dtype
         return attn_res_inter_forward(self.sources, *self.parameters, *self.settings, dtype)
 
-    def backward(self, statistics, needs_grad=None) -> tuple[list[Tensor], Tensor, Tensor]:
+    def backward(self, statistics, needs_grad=None) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         return attn_res_inter_backward(
             self.grad_outputs,
             self.grad_lse,
@@ -52,31 +59,25 @@ class Phase1:
         )
 
     def run(self) -> list[Tensor]:
-        """Outputs, lse, gradients of the keys and of the norm weight, gradients of the sources."""
+        """Outputs, lse, gradients of queries, key weights and norm weight, gradients of the sources."""
         outputs, lse, scores, rstd = self.forward()
-        dsources, dkeys, dnorm = self.backward((lse, scores, rstd))
-        return [outputs, lse, dkeys, dnorm, *dsources]
+        dsources, *dparameters = self.backward((lse, scores, rstd))
+        return [outputs, lse, *dparameters, *dsources]
 
     def exact(self) -> list[Tensor]:
         """The same by autograd through the definition, in float64."""
-        sources = [x.cpu().double().requires_grad_() for x in self.sources]
-        keys = self.queries.cpu().double() * (1 if self.key_weights is None else self.key_weights.cpu().double())
-        keys = keys.requires_grad_()
-        norm = None if self.norm_weight is None else self.norm_weight.cpu().double().requires_grad_()
+        sources, parameters = exact_leaves(*self.sources), exact_leaves(*self.parameters)
         eps, scale, norm_eps = self.settings
         outputs, lse = reference.attn_res_inter(
-            sources, keys, eps=eps, scale=scale, norm_weight=norm, norm_eps=norm_eps
+            sources, *parameters[:2], eps=eps, scale=scale, norm_weight=parameters[2], norm_eps=norm_eps
         )
         total = sum((o * g.cpu().double()).sum() for o, g in zip(outputs, self.grad_outputs, strict=True))
         if self.grad_lse is not None:
             total = total + (lse * self.grad_lse.cpu().double()).sum()
-        dnorm = torch.empty(0)
-        leaves = [keys, *sources] if norm is None else [keys, *sources, norm]
-        dkeys, *dsources = torch.autograd.grad(total, leaves)
-        if norm is not None:
-            dnorm = dsources.pop()
-        dsources = [d if e is None else d + e.cpu().double() for d, e in zip(dsources, self.existing, strict=True)]
-        return [outputs.detach(), lse.detach(), dkeys, dnorm, *dsources]
+        total.backward()
+        pairs = zip(gradients_of(*sources), self.existing, strict=True)
+        dsources = [d if e is None else d + e.cpu().double() for d, e in pairs]
+        return [outputs.detach(), lse.detach(), *gradients_of(*parameters), *dsources]
 
 
 def random_phase1(
@@ -96,17 +97,15 @@ def random_phase1(
 
 
 def assert_close(problem: Phase1) -> None:
-    (outputs, lse, dkeys, dnorm, *dsources), exact = problem.run(), problem.exact()
+    (outputs, lse, *gradients), exact = problem.run(), problem.exact()
     if outputs.dtype in (BF16, FP16):
         assert_rounded_once(outputs, exact[0])
     else:
         assert relative_error(outputs.cpu(), exact[0]) <= BOUNDS[outputs.dtype]
-    parameters = 1e-12 if problem.sources[0].dtype == FP64 else 2e-6
-    assert relative_error(lse.cpu(), exact[1]) <= parameters
-    assert relative_error(dkeys.cpu(), exact[2]) <= parameters
-    assert dnorm.shape == exact[3].shape
-    assert relative_error(dnorm.cpu(), exact[3]) <= parameters
-    for j, (gradient, right) in enumerate(zip(dsources, exact[4:], strict=True)):
+    rows = problem.sources[0].dtype
+    for gradient, right in zip([lse, *gradients[:3]], exact[1:5], strict=True):
+        assert_parameter_gradient(gradient, right, rows)
+    for j, (gradient, right) in enumerate(zip(gradients[3:], exact[5:], strict=True)):
         assert relative_error(gradient.cpu(), right) <= BOUNDS[gradient.dtype], f"source {j}"
 
 
@@ -140,10 +139,10 @@ def test_as_many_queries_as_a_block_may_have(sources, dtype, device):
 @pytest.mark.parametrize(("sources", "queries", "dim"), [(65, 2, 16), (1025, 1, 8)])
 def test_no_number_of_sources_is_too_large(sources, queries, dim, device):
     problem = random_phase1(sources, queries, (1, dim), device)
-    (outputs, lse, dkeys, dnorm, *dsources), exact = problem.run(), problem.exact()
-    for got, right in zip((outputs, lse, dkeys, dnorm), exact, strict=False):
+    results, exact = problem.run(), problem.exact()
+    for got, right in zip(results[:5], exact[:5], strict=True):
         assert relative_error(got.cpu(), right) <= 2e-6
-    assert relative_error(torch.stack(dsources).cpu(), torch.stack(exact[4:])) <= 2e-6
+    assert relative_error(torch.stack(results[5:]).cpu(), torch.stack(exact[5:])) <= 2e-6
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -177,6 +176,19 @@ def test_parameters_of_any_float_dtype(parameter_dtype, device):
     assert_close(random_phase1(3, 4, (3, 96), device, dtype=BF16, parameter_dtype=parameter_dtype))
 
 
+@pytest.mark.parametrize("queries", [3, 32])
+def test_parameters_that_are_columns_of_a_matrix(queries, device):
+    problem = random_phase1(3, queries, (2, 96), device, dtype=BF16)
+    strided = dataclasses.replace(
+        problem,
+        queries=problem.queries.t().contiguous().t(),
+        key_weights=problem.key_weights.t().contiguous().t(),
+        norm_weight=torch.stack([problem.norm_weight, problem.norm_weight], 1)[:, 0],
+    )
+    assert not any(parameter.is_contiguous() for parameter in strided.parameters)
+    assert all(torch.equal(x, y) for x, y in zip(strided.run(), problem.run(), strict=True))
+
+
 @pytest.mark.parametrize("dim", [7186, 16384])
 def test_wide_rows(dim, device):
     assert_close(random_phase1(3, 2, (1, dim), device, dtype=BF16))
@@ -187,18 +199,18 @@ def test_wide_rows(dim, device):
 def test_one_source_gives_itself_and_no_query_gradient(queries, norm, device):
     assert is_whole(1, queries, 96, BF16, norm, True) == (queries < 64), "both ways backward should be tried"
     problem = random_phase1(1, queries, (2, 96), device, dtype=BF16, norm=norm, grad_lse=False)
-    outputs, _, dkeys, *_ = problem.run()
+    outputs, _, dqueries, dkey_weights, *_ = problem.run()
     assert torch.equal(outputs[norm:], problem.sources[0].expand_as(outputs)[norm:])
-    assert not dkeys.any()
+    assert not dqueries.any()
+    assert not dkey_weights.any()
 
 
 def test_no_tokens(device):
-    outputs, lse, dkeys, dnorm, *dsources = random_phase1(3, 4, (2, 0, 96), device).run()
+    outputs, lse, *gradients = random_phase1(3, 4, (2, 0, 96), device).run()
     assert outputs.shape == (4, 2, 0, 96)
     assert lse.shape == (4, 2, 0)
-    assert [x.shape for x in dsources] == [(2, 0, 96)] * 3
-    assert not dkeys.any()
-    assert not dnorm.any()
+    assert [x.shape for x in gradients] == [(4, 96), (4, 96), (96,), *[(2, 0, 96)] * 3]
+    assert not any(x.any() for x in gradients)
 
 
 def test_sources_of_zeros_and_of_the_largest_halves(device):
@@ -235,7 +247,7 @@ def test_two_runs_are_bit_identical_and_a_token_stands_alone(sources, queries, d
     ).run()
     assert torch.equal(alone[0], first[0][:, here])
     assert torch.equal(alone[1], first[1][:, here])
-    assert all(torch.equal(x, y[here]) for x, y in zip(alone[4:], first[4:], strict=True))
+    assert all(torch.equal(x, y[here]) for x, y in zip(alone[5:], first[5:], strict=True))
 
 
 @pytest.mark.parametrize(("sources", "queries", "dim"), CASES)
@@ -248,7 +260,7 @@ def test_a_nan_stays_in_its_token(sources, queries, dim, device):
     others = [0, 1, 3]
     assert dirty[0][:, 2].isnan().all()
     assert torch.equal(dirty[0][:, others], clean[0][:, others])
-    assert all(torch.equal(x[others], y[others]) for x, y in zip(dirty[4:], clean[4:], strict=True))
+    assert all(torch.equal(x[others], y[others]) for x, y in zip(dirty[5:], clean[5:], strict=True))
 
 
 @pytest.mark.parametrize(("sources", "queries", "dim"), CASES)
@@ -312,8 +324,8 @@ def test_a_source_that_needs_no_gradient(queries, device):
     problem = random_phase1(3, queries, (2, 96), device, dtype=BF16, existing=False)
     _, *statistics = problem.forward()
     everything = problem.backward(statistics)
-    dsources, dkeys, _ = problem.backward(statistics, [False, True, False])
-    assert torch.equal(dkeys, everything[1])
+    dsources, dqueries, *_ = problem.backward(statistics, [False, True, False])
+    assert torch.equal(dqueries, everything[1])
     assert torch.equal(dsources[1], everything[0][1])
     assert dsources[0].shape == dsources[2].shape == (0,)
 
@@ -343,6 +355,6 @@ def test_rows_are_moved_as_often_as_promised(sources, queries, dim, held, whole,
     assert len(forward.launches) == 1
     assert [x.kernel.removeprefix("_attn_res_inter_backward_") for x in backward.launches] == [
         *(["whole"] if whole else ["pairs", "terms", "slices"]),
-        *["_add_rows"] * (2 if norm else 1),
+        *["_parameter_gradients"],
     ]
     assert forward.atomic == backward.atomic == 0

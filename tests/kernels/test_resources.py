@@ -42,7 +42,7 @@ ELSEWHERE = [
     ("attn_res_merge_backward", Shape(7168, 1, "bfloat16")),
     ("attn_res_step", Shape(7168, 9, "bfloat16")),
 ]
-SUMS, TERMS = "_add_rows", "_attn_res_inter_backward_terms"  # which touch no tensor [T, D]
+SUMS, TERMS = "_parameter_gradients", "_attn_res_inter_backward_terms"  # which touch no tensor [T, D]
 
 
 def assert_within_limits(usage: Usage) -> None:

@@ -9,14 +9,27 @@ from torch import Tensor
 
 from blockres import reference
 from blockres_kernels import aggregate
-from tests.support.numerics import correlated_sources, relative_error
+from tests.support.numerics import (
+    assert_parameter_gradient,
+    correlated_sources,
+    exact_leaves,
+    gradients_of,
+    relative_error,
+)
 
 
 @dataclass(frozen=True)
 class Gradients:
+    """Those of parameters that are not there are `(0,)`."""
+
     sources: list[Tensor]
-    key: Tensor  # of query * key_weight, [D]
-    norm: Tensor  # [D], or (0,)
+    query: Tensor
+    key_weight: Tensor
+    norm_weight: Tensor
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [self.query, self.key_weight, self.norm_weight]
 
 
 @dataclass(frozen=True)
@@ -78,17 +91,14 @@ class Problem:
     def exact(self) -> tuple[Tensor, Tensor, Gradients]:
         """The same by autograd through the definition, in float64."""
         sources = [x.detach().cpu().double().requires_grad_() for x in self.sources]
-        key = self.query.cpu().double()
-        if self.key_weight is not None:
-            key = key * self.key_weight.cpu().double()
-        key = key.requires_grad_()
-        norm = None if self.norm_weight is None else self.norm_weight.cpu().double().requires_grad_()
+        query, key_weight, norm_weight = exact_leaves(self.query, self.key_weight, self.norm_weight)
         out, lse, weights = reference.attn_res(
             sources,
-            key,
+            query,
+            key_weight,
             eps=self.eps,
             scale=self.scale,
-            norm_weight=norm,
+            norm_weight=norm_weight,
             norm_eps=self.norm_eps,
             return_lse=True,
             return_weights=True,
@@ -100,7 +110,7 @@ class Problem:
             total = total + ((weights.log() + lse) * self.grad_scores.cpu().double()).sum()
         total.backward()
         dsources = [torch.zeros_like(x) if x.grad is None else x.grad for x in sources]
-        return out.detach(), lse.detach(), Gradients(dsources, key.grad, torch.empty(0) if norm is None else norm.grad)
+        return out.detach(), lse.detach(), Gradients(dsources, *gradients_of(query, key_weight, norm_weight))
 
 
 def random_problem(
@@ -138,9 +148,7 @@ SOURCE_GRADIENT_BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloa
 
 def assert_gradients_close(actual: Gradients, exact: Gradients, dtype: torch.dtype) -> None:
     """The bounds of the project: parameters 2e-6 whatever the sources' dtype, sources by their dtype."""
-    parameters = 1e-12 if dtype == torch.float64 else 2e-6
     for j, (gradient, right) in enumerate(zip(actual.sources, exact.sources, strict=True)):
         assert relative_error(gradient.cpu(), right) <= SOURCE_GRADIENT_BOUNDS[dtype], f"source {j}"
-    assert relative_error(actual.key.cpu(), exact.key) <= parameters
-    if exact.norm.numel():
-        assert relative_error(actual.norm.cpu(), exact.norm) <= parameters
+    for gradient, right in zip(actual.parameters, exact.parameters, strict=True):
+        assert_parameter_gradient(gradient, right, dtype)

@@ -13,6 +13,16 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return (error / wide.norm()).item() if wide.norm() > 0 else error.item()
 
 
+def exact_leaves(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same in float64 on the CPU, for the definition to be differentiated with respect to."""
+    return [None if x is None else x.detach().cpu().double().requires_grad_() for x in tensors]
+
+
+def gradients_of(*leaves: Tensor | None) -> list[Tensor]:
+    """Their gradients, as the kernels return them: `(0,)` for what is not there."""
+    return [torch.empty(0) if x is None else torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+
 def correlated_sources(
     count: int,
     shape: Sequence[int],
@@ -29,6 +39,15 @@ def units_apart(actual: Tensor, expected: Tensor) -> Tensor:
     """How many representable numbers lie between two bf16 or fp16 tensors of one dtype, element by element."""
     assert actual.dtype == expected.dtype
     return (_ordinal(actual) - _ordinal(expected)).abs()
+
+
+def assert_parameter_gradient(actual: Tensor, exact: Tensor, rows: torch.dtype) -> None:
+    """The project's bound, which depends on the dtype of the rows, not on the parameter's: that is rounded to last."""
+    assert actual.shape == exact.shape
+    if actual.dtype in (torch.bfloat16, torch.float16):
+        assert_rounded_once(actual, exact)
+    else:
+        assert relative_error(actual.cpu(), exact) <= (1e-12 if rows == actual.dtype == torch.float64 else 2e-6)
 
 
 def assert_rounded_once(actual: Tensor, exact: Tensor, share: float = 0.99) -> None:

@@ -92,7 +92,7 @@ class BlockStream(Stream):
         super().__init__(residual)
         self._sources, self._partial = sources, partial
         self._dtype = sources[0].dtype
-        self._phase1: dict[int, tuple[Tensor, Tensor]] | None = None  # by aggregation; None until the block is opened
+        self._phase1: dict[int, _Answer] | None = None  # by aggregation; None until the block is opened
         self._recomputed: _RecomputedOutputs | None = None
 
     def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -108,10 +108,11 @@ class BlockStream(Stream):
         assert self._phase1 is not None
         if self.position not in self._phase1:
             return self._read_directly(aggregation, norm, out_dtype)
-        output, lse = self._phase1.pop(self.position)
+        answer = self._phase1.pop(self.position)
         if self._partial is None:
-            return output if self._recomputed is None else output.clone()  # a slice would keep all of the outputs
-        return self._merge(aggregation, output, lse, norm, out_dtype)
+            # A slice would keep all of the outputs.
+            return answer.output if self._recomputed is None else answer.output.clone()
+        return self._merge(aggregation, answer, norm, out_dtype)
 
     def weights(self) -> Tensor:
         """The softmax weights `[N, ...]` with which the next `read` weighs the sources, the partial sum last."""
@@ -163,13 +164,12 @@ class BlockStream(Stream):
         direct = len(indices) == 1 or (len(self._sources) == 1 and not torch.is_grad_enabled())
         self._phase1 = {} if direct else self._run_phase1(indices, norm, out_dtype)
 
-    def _run_phase1(
-        self, indices: list[int], norm: Norm | None, out_dtype: torch.dtype | None
-    ) -> dict[int, tuple[Tensor, Tensor]]:
+    def _run_phase1(self, indices: list[int], norm: Norm | None, out_dtype: torch.dtype | None) -> dict[int, "_Answer"]:
         owned = [self._residual.aggregation(index) for index in indices]
         _check_alike(owned)
         queries = torch.stack([aggregation.query for aggregation in owned])
         weights = [aggregation.key_weight for aggregation in owned if aggregation.key_weight is not None]
+        key_weights = torch.stack(weights) if weights else None
         norm_weight, norm_eps = norm_arguments(norm, self._residual.dim, self._dtype)
         settings: dict[str, Any] = {
             "eps": owned[0].eps,
@@ -178,12 +178,13 @@ class BlockStream(Stream):
             "norm_eps": norm_eps if self._partial is None else None,
             "out_dtype": out_dtype,
         }
-        arguments = (queries, torch.stack(weights) if weights else None)
+        arguments = (queries, key_weights)
         outputs, lse, sources = attn_res_inter_chained(self._sources, *arguments, **settings)
         if self._residual.recompute and outputs[0].requires_grad:
             self._recomputed = _RecomputedOutputs(outputs, self._sources, arguments, settings)
         self._sources = sources
-        return dict(zip(indices, zip(outputs, lse, strict=True), strict=True))
+        rows = queries.unbind(0), [None] * len(owned) if key_weights is None else key_weights.unbind(0)
+        return dict(zip(indices, map(_Answer, outputs, lse, *rows), strict=True))
 
     def _read_directly(self, aggregation: "AttnRes", norm: Norm | None, out_dtype: torch.dtype | None) -> Tensor:
         self._settle()
@@ -192,17 +193,17 @@ class BlockStream(Stream):
         return out
 
     def _merge(
-        self, aggregation: "AttnRes", output: Tensor, lse: Tensor, norm: Norm | None, out_dtype: torch.dtype | None
+        self, aggregation: "AttnRes", answer: "_Answer", norm: Norm | None, out_dtype: torch.dtype | None
     ) -> Tensor:
         assert self._partial is not None
         norm_weight, norm_eps = norm_arguments(norm, self._residual.dim, self._dtype)
-        with nullcontext() if self._recomputed is None else self._recomputed.instead_of_saving(output):
+        with nullcontext() if self._recomputed is None else self._recomputed.instead_of_saving(answer.output):
             h, self._partial = attn_res_merge(
-                output,
-                lse,
+                answer.output,
+                answer.lse,
                 self._partial,
-                aggregation.query,
-                aggregation.key_weight,
+                answer.query,
+                answer.key_weight,
                 update=self._update,
                 eps=aggregation.eps,
                 scale=aggregation.scale,
@@ -212,6 +213,19 @@ class BlockStream(Stream):
             )
         self._update = None
         return h
+
+
+class _Answer(NamedTuple):
+    """What phase 1 leaves to a query's merge: its output `[..., D]` and lse `[...]`, and its own row of the parameters.
+
+    These are rows of the tensors that phase 1 read: the gradients of both phases meet there, in one add for the block
+    instead of one for every aggregation.
+    """
+
+    output: Tensor
+    lse: Tensor
+    query: Tensor
+    key_weight: Tensor | None
 
 
 def _check_alike(aggregations: Sequence["AttnRes"]) -> None:

@@ -9,6 +9,7 @@ from bench.interpreter import install
 from bench.stack import IDEAL, RECOMPUTE, STANDARD, count
 from bench.streams import StackShape
 
+PHASES = ("forward", "backward")
 SHAPE = StackShape(sublayers=8, per_block=4, tokens=TOKENS, dim=64)
 
 install()
@@ -33,14 +34,18 @@ def test_a_stack_moves_what_its_phases_move_and_nothing_more():
     assert in_row_sets(counted, "forward") == FORWARD
     assert in_row_sets(counted, "backward") == BACKWARD
     assert counted.per_sublayer() <= 15
-    once_per_block, merges, last = 2, 6, 1
-    assert counted.ledger.launches("forward")[0] == once_per_block + merges + last
-    backward = [
-        e for e in counted.ledger.entries if e.phase == "backward" and e.is_kernel and e.name != "_parameter_gradients"
-    ]
-    assert len(backward) == once_per_block + merges + last
     assert counted.kept == 2
     assert counted.error < 1e-2
+
+
+def test_a_merge_is_one_launch_forward_and_two_backward_and_no_operation_of_pytorch():
+    """Two backward: the gradients of rows, and those of parameters. Operations of PyTorch come with a block."""
+    stacks = [StackShape(8, 4, TOKENS, 64), StackShape(16, 8, TOKENS, 64)]
+    few, many = ([count("blockres", shape).ledger.launches(phase) for phase in PHASES] for shape in stacks)
+    once_per_block, merges, last = 2, 6, 1
+    assert [kernels for kernels, _ in few] == [once_per_block + merges + last, 2 * (once_per_block + merges + last)]
+    assert [kernels for kernels, _ in many] == [few[0][0] + 8, few[1][0] + 2 * 8]
+    assert [operations for _, operations in many] == [operations for _, operations in few]
 
 
 def test_recomputing_phase_1_keeps_what_a_standard_residual_keeps():

@@ -5,6 +5,8 @@ D into tiles so narrow that one warp holds [S, C] of gradients and of sums for d
 program keeps the addresses of rows in a table in memory: in registers they would be in the way of tiles.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,17 +14,25 @@ from torch import Tensor
 
 from . import launch
 from .inter_backward_terms import (
-    Products,
     Terms,
     Work,
     chosen,
-    load_products,
-    load_scores,
-    store_terms,
-    through_norm,
+    load_pairs,
+    make_terms,
 )
 from .inter_tiles import add_pairs, load_tile, row_of, row_pointers, spread, strides_of, uniform, within_lanes
 from .sources import constants, indices
+
+
+class Products(NamedTuple):
+    """What terms are made of, for T tokens.
+
+    Where one launch sees all sources, v_j - v_0 is in the place of v_j, and the first source's places are not written.
+    """
+
+    p: Tensor  # [T, N, S]
+    hv: Tensor  # [T, N]: <h_0, v_j>
+    norm: Tensor  # [T, 2]: <h_0, h_0> and <u, h_0>
 
 
 @triton.jit
@@ -112,6 +122,17 @@ def _attn_res_inter_backward_pairs(
             tl.store(products.norm + 2 * at + 1, tl.sum(uh, axis=0))
 
 
+@triton.jit
+def _through_norm(p, products, terms, at, place, source, query, present, panel, formula):
+    """<g_0, v_j> in place of <u, v_j> in the first row of p; rho and beta are stored."""
+    hv = tl.load(products.hv + place + source, mask=present & (source > 0), other=0.0)
+    rho = tl.rsqrt(tl.load(products.norm + 2 * at) / panel.dim + formula.norm_eps)
+    beta = rho * rho * rho * tl.load(products.norm + 2 * at + 1) / panel.dim
+    tl.store(terms.norm + 2 * at, rho)
+    tl.store(terms.norm + 2 * at + 1, beta)
+    return tl.where((query == 0)[:, None], rho * p - (beta * hv)[None, :], p)
+
+
 @triton.jit(do_not_specialize=["queries", "count", "tokens"])
 def _attn_res_inter_backward_terms(
     scores,  # [S, N, T]
@@ -132,16 +153,10 @@ def _attn_res_inter_backward_terms(
     source = tl.arange(0, panel.sources)
     answered = query < queries
     present = source < count
-    p, hv = load_products(products, at * count, source, query, present, answered)
+    p = load_pairs(products.p, at * count, source, query, present, answered)
     if NORM:
-        hh = tl.load(products.norm + 2 * at)
-        p = through_norm(p, hv, hh, tl.load(products.norm + 2 * at + 1), terms, at, query, panel, formula)
-    score, r = load_scores(scores, rstd, count, present, answered, query, source, at, T)
-    dlse = None
-    if grad_lse is not None:
-        dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
-    e_sum = store_terms(p, score, r, dlse, terms, at * count, present, query, source, panel, formula)
-    tl.store(terms.e_sum + at * panel.queries + query, e_sum)
+        p = _through_norm(p, products, terms, at, at * count, source, query, present, panel, formula)
+    make_terms(p, terms, scores, rstd, grad_lse, at, at, T, count, query, source, answered, present, panel, formula)
 
 
 @triton.jit
@@ -268,7 +283,8 @@ def _launch_pairs(work: Work, mixed: Tensor | None) -> Products:
     queries, sources, tokens = work.sizes
     plan, groups = work.plan, launch.groups(sources)
     programs = launch.persistent(tokens, plan.resident, work.keys.device)
-    products = work.products(tokens, sources)
+    padded = plan.panel.queries
+    products = Products(*(work.keys.new_empty(tokens, *shape) for shape in ((sources, padded), (sources,), (2,))))
     table = work.keys.new_empty(programs, 2 * (plan.pairs.sources + plan.pairs.queries), dtype=torch.int64)
     for start, stop in groups:
         group, slots = work.sources.group(start, stop), indices(launch.bucket(stop - start))

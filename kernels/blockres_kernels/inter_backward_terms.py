@@ -25,17 +25,6 @@ class Terms(NamedTuple):
     norm: Tensor  # [X, 2]: rho and beta
 
 
-class Products(NamedTuple):
-    """What terms are made of, for X tokens or for the token that each of X programs is at.
-
-    Where one launch sees all sources, v_j - v_0 is in the place of v_j, and the first source's places are not written.
-    """
-
-    p: Tensor  # [X, N, S]
-    hv: Tensor  # [X, N]: <h_0, v_j>
-    norm: Tensor  # [X, 2]: <h_0, h_0> and <u, h_0>
-
-
 @triton.jit
 def weights_of(score):
     """[S, N]"""
@@ -44,7 +33,7 @@ def weights_of(score):
 
 
 @triton.jit
-def load_scores(scores, rstd, count, present, answered, query, source, at, T):
+def _load_scores(scores, rstd, count, present, answered, query, source, at, T):
     """Scores [S, N], -inf where there is no source, and r [N]; where all sources are in one launch."""
     where = (tl.cast(query, tl.int64)[:, None] * count + source[None, :]) * T + at
     score = tl.load(scores + where, mask=answered[:, None] & present[None, :], other=0.0)
@@ -53,17 +42,15 @@ def load_scores(scores, rstd, count, present, answered, query, source, at, T):
 
 
 @triton.jit
-def load_products(products, place, source, query, present, answered):
-    """p [S, N] and <h_0, v_j> [N] of this program's token, zero for the first source."""
-    paired = present & (source > 0)
-    p = products.p + (place + source)[None, :] * query.shape[0] + query[:, None]
-    hv = tl.load(products.hv + place + source, mask=paired, other=0.0)
-    return tl.load(p, mask=answered[:, None] & paired[None, :], other=0.0), hv
+def load_pairs(pairs, place, source, query, present, answered):
+    """p [S, N] of one entry of a table [X, N, S], zero for the first source."""
+    here = pairs + (place + source)[None, :] * query.shape[0] + query[:, None]
+    return tl.load(here, mask=answered[:, None] & (present & (source > 0))[None, :], other=0.0)
 
 
 @triton.jit
-def store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, formula):
-    """From p_sj - p_s0 [S, N] the terms of one entry."""
+def _store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, formula):
+    """From p_sj - p_s0 [S, N] the terms that begin at `entry`; returns their e_sum [S]."""
     a = weights_of(score)
     ds = a * (p - tl.sum(a * p, axis=1)[:, None])
     ds -= a * tl.sum(ds, axis=1)[:, None]
@@ -81,13 +68,14 @@ def store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, 
 
 
 @triton.jit
-def through_norm(p, hv, hh, uh, terms, entry, query, panel, formula):
-    """<g_0, v_j> in place of <u, v_j> in the first row of p; rho and beta are stored."""
-    rho = tl.rsqrt(hh / panel.dim + formula.norm_eps)
-    beta = rho * rho * rho * uh / panel.dim
-    tl.store(terms.norm + 2 * entry, rho)
-    tl.store(terms.norm + 2 * entry + 1, beta)
-    return tl.where((query == 0)[:, None], rho * p - (beta * hv)[None, :], p)
+def make_terms(p, terms, scores, rstd, grad_lse, entry, at, T, count, query, source, answered, present, panel, formula):
+    """The terms of one entry, a token or the program that is at it, where all sources are in one launch."""
+    score, r = _load_scores(scores, rstd, count, present, answered, query, source, at, T)
+    dlse = None
+    if grad_lse is not None:
+        dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
+    e_sum = _store_terms(p, score, r, dlse, terms, entry * count, present, query, source, panel, formula)
+    tl.store(terms.e_sum + entry * panel.queries + query, e_sum)
 
 
 @triton.jit
@@ -149,14 +137,6 @@ class Work:
             self.keys.new_empty(entries, sources, 2, queries),
             self.keys.new_empty(entries, sources),
             self.keys.new_empty(entries, launches, queries),
-            self.keys.new_empty(entries, 2),
-        )
-
-    def products(self, entries: int, sources: int) -> Products:
-        queries = self.plan.panel.queries
-        return Products(
-            self.keys.new_empty(entries, sources, queries),
-            self.keys.new_empty(entries, sources),
             self.keys.new_empty(entries, 2),
         )
 

@@ -9,14 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .inter_backward_terms import (
-    Work,
-    chosen,
-    load_products,
-    load_scores,
-    store_terms,
-    through_norm,
-)
+from .inter_backward_terms import Work, chosen, load_pairs, make_terms
 from .inter_tiles import softmax, sums_of, within_lanes
 from .sources import constants, indices, locate, row_pointer
 
@@ -32,12 +25,52 @@ def _first_mixture(values, scores, count, at, T, slots):
 
 
 @triton.jit
-def _store_pairs(table, stride, x, differences, slots, VECTOR: tl.constexpr):
-    """<x, v_j - v_0> for j > 0, at `stride` from one to the next."""
+def _norm_gradients(g, h, w, VECTOR: tl.constexpr, dim, eps):
+    """The gradient of h_0 from that of y_0, and what a token adds to the norm weight's."""
+    hh, uh = sums_of((within_lanes(h * h, VECTOR), within_lanes(h * g * w, VECTOR)))
+    rho = tl.rsqrt(hh / dim + eps)
+    return g * (rho * w) - h * (rho * rho * rho * uh / dim), g * h * rho
+
+
+@triton.jit
+def _store_pairs(pairs, g, differences, count, slots, asked, panel):
+    """<g_s, v_j - v_0> for j > 0 into [N, S]."""
     if len(slots) > 1:
-        sums = sums_of([within_lanes(x * differences[j], VECTOR) for j in slots[1:]])
-        for j in tl.static_range(1, len(slots)):
-            tl.store(table + j * stride, sums[j - 1])
+        for s in tl.static_range(len(asked)):
+            sums = sums_of([within_lanes(g[s] * differences[j], panel.vector) for j in slots[1:]])
+            for j in tl.static_range(1, len(slots)):
+                tl.store(pairs + j * panel.queries + s, sums[j - 1], mask=count > j)
+
+
+@triton.jit
+def _store_gradients(
+    targets, at, g, v0, differences, dkey, keys, terms, entry, columns, inside, count, slots, asked, panel, formula
+):
+    """The gradients of a token's sources; dkey with what the token adds to it is returned."""
+    existing, dsources, wanted, added = targets
+    place = entry * count
+    e_sum = terms.e_sum + entry * panel.queries
+    for j in tl.static_range(len(slots)):
+        exists = count > j
+        a_row = terms.ae + (place + j) * (2 * panel.queries)
+        e_row = a_row + panel.queries
+        dv = tl.zeros([panel.columns], formula.dtype)
+        if existing is not None:
+            old = existing[j] + at * panel.dim + columns
+            dv = tl.load(old, mask=inside & exists & chosen(added, j), other=0.0).to(formula.dtype)
+        f = tl.load(terms.f + place + j, mask=exists, other=0.0)
+        dv -= f * (v0 if j == 0 else differences[j] + v0)
+        for s in tl.static_range(len(asked)):
+            a = tl.load(a_row + s, mask=exists, other=0.0)
+            e = tl.load(e_row + s, mask=exists, other=0.0)
+            dv += a * g[s] + e * tl.load(keys + s * panel.dim + columns, mask=inside, other=0.0)
+        if j == 0:
+            dkey = [dkey[s] + tl.load(e_sum + s) * v0 for s in asked]
+        else:
+            dkey = [dkey[s] + tl.load(e_row + s, mask=exists, other=0.0) * differences[j] for s in asked]
+        stored = inside & exists & chosen(wanted, j)
+        tl.store(dsources[j] + at * panel.dim + columns, dv.to(dsources[0].dtype.element_ty), mask=stored)
+    return dkey
 
 
 @triton.jit(do_not_specialize=["count", "tokens", "wanted", "added"])
@@ -52,7 +85,7 @@ def _attn_res_inter_backward_whole(
     rstd,  # [N, T]
     grad_lse,  # [S, T] or None
     terms,  # of all programs
-    products,  # of all programs
+    pairs,  # [programs, N, S]
     dkey_rows,  # [programs, S, D]
     dnorm_rows,  # [programs, D] or None
     count,
@@ -70,14 +103,10 @@ def _attn_res_inter_backward_whole(
     inside = columns < panel.dim
     query = tl.arange(0, panel.queries)
     source = tl.arange(0, panel.sources)
-    present = source < count
     answered = query < QUERIES
+    present = source < count
     program = tl.cast(tl.program_id(0), tl.int64)
-    entry = program * count
-    ae = terms.ae + entry * (2 * panel.queries)
-    e_sum = terms.e_sum + program * panel.queries
-    scratch = program * panel.sources
-    p_table = products.p + scratch * panel.queries
+    targets = existing, dsources, wanted, added
     dkey = [tl.zeros([panel.columns], formula.dtype) for s in asked]
     dnorm = tl.zeros([panel.columns], formula.dtype)
     for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), disable_licm=True):
@@ -92,50 +121,22 @@ def _attn_res_inter_backward_whole(
         v0 = v[0]
         if norm_weight is not None:
             h = _first_mixture(v, scores, count, at, T, slots)
-        v = [v[j] - v0 for j in slots]
-        for s in tl.static_range(QUERIES):
-            x = g[s]
-            if norm_weight is not None:
-                if s == 0:
-                    x = g[0] * tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
-                    hh, uh = sums_of((within_lanes(h * h, panel.vector), within_lanes(h * x, panel.vector)))
-                    _store_pairs(products.hv + scratch, 1, h, v, slots, panel.vector)
-            _store_pairs(p_table + s, panel.queries, x, v, slots, panel.vector)
-        tl.debug_barrier()
-        p, hv = load_products(products, scratch, source, query, present, answered)
-        score, r = load_scores(scores, rstd, count, present, answered, query, source, at, T)
-        if norm_weight is not None:
-            p = through_norm(p, hv, hh, uh, terms, program, query, panel, formula)
-        dlse = None
-        if grad_lse is not None:
-            dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
-        tl.store(e_sum + query, store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, formula))
-        tl.debug_barrier()
-        if norm_weight is not None:
             w = tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
-            rho = tl.load(terms.norm + 2 * program)
-            dnorm += g[0] * h * rho
-            g = [g[0] * (rho * w) - h * tl.load(terms.norm + 2 * program + 1)] + g[1:]
-        for j in tl.static_range(len(slots)):
-            exists = count > j
-            dv = tl.zeros([panel.columns], formula.dtype)
-            if existing is not None:
-                old = existing[j] + at * panel.dim + columns
-                dv = tl.load(old, mask=inside & exists & chosen(added, j), other=0.0).to(formula.dtype)
-            f = tl.load(terms.f + entry + j, mask=exists, other=0.0)
-            dv -= f * (v0 if j == 0 else v[j] + v0)
-            for s in tl.static_range(QUERIES):
-                a = tl.load(ae + 2 * j * panel.queries + s, mask=exists, other=0.0)
-                e = tl.load(ae + (2 * j + 1) * panel.queries + s, mask=exists, other=0.0)
-                dv += a * g[s] + e * tl.load(keys + s * panel.dim + columns, mask=inside, other=0.0)
-            if j == 0:
-                dkey = [dkey[s] + tl.load(e_sum + s) * v0 for s in asked]
-            else:
-                e = ae + (2 * j + 1) * panel.queries
-                dkey = [dkey[s] + tl.load(e + s, mask=exists, other=0.0) * v[j] for s in asked]
-            out = dsources[j] + at * panel.dim + columns
-            stored = inside & exists & chosen(wanted, j)
-            tl.store(out, dv.to(dsources[0].dtype.element_ty), mask=stored)
+            first, dnorm_part = _norm_gradients(g[0], h, w, panel.vector, panel.dim, formula.norm_eps)
+            dnorm += dnorm_part
+            g = [first] + g[1:]
+        v = [v[j] - v0 for j in slots]
+        place = program * count
+        _store_pairs(pairs + place * panel.queries, g, v, count, slots, asked, panel)
+        tl.debug_barrier()
+        p = load_pairs(pairs, place, source, query, present, answered)
+        make_terms(
+            p, terms, scores, rstd, grad_lse, program, at, T, count, query, source, answered, present, panel, formula
+        )
+        tl.debug_barrier()
+        dkey = _store_gradients(
+            targets, at, g, v0, v, dkey, keys, terms, program, columns, inside, count, slots, asked, panel, formula
+        )
         tl.debug_barrier()
     for s in tl.static_range(QUERIES):
         tl.store(dkey_rows + (program * QUERIES + s) * panel.dim + columns, dkey[s], mask=inside)
@@ -160,7 +161,7 @@ def launch_whole(work: Work) -> tuple[Tensor, Tensor | None]:
         work.rstd,
         work.grad_lse,
         work.terms(programs),
-        work.products(programs, plan.panel.sources),
+        work.keys.new_empty(programs, sources, plan.panel.queries),
         *sums,
         sources,
         tokens,

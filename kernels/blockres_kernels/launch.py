@@ -302,7 +302,8 @@ def attn_res_inter_backward(
     """Whole where a thread's columns of all gradients, sources and sums leave two fifths of its registers for the rest.
 
     Such a kernel repeats its code for each query and source. From D = 768 its threads load 16 bytes each, which leaves
-    room for 8 queries; narrower rows may be cut finer, to make room for more.
+    room for 8 queries; narrower rows may be cut finer, to make room for more. The rest are mostly loads of keys on
+    their way: with 8 queries at D = 2048, where the rows alone would fit, up to 104 bytes spill on sm_90 and sm_100.
     """
     columns = triton.next_power_of_2(max(dim, lanes))
     rows = 2 * queries + sources + 2 * norm + adds

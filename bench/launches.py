@@ -192,8 +192,8 @@ def _attn_res_merge_backward(shape: Shape) -> None:
 
 
 def _attn_res_step(shape: Shape) -> None:
-    """The sum of the open block in the last of `shape.sources` slots, and those before it."""
-    *_, open_block = bank = torch.empty(shape.sources, shape.tokens, shape.dim, dtype=DTYPES[shape.dtype])
+    """`shape.sources` slots, and the sum of the open block in one more."""
+    *_, open_block = bank = torch.empty(shape.sources + 1, shape.tokens, shape.dim, dtype=DTYPES[shape.dtype])
     step.attn_res_step(
         bank[:-1],
         open_block,

@@ -29,7 +29,7 @@ REPRESENTATIVE = [
     ("attn_res_merge_backward", Shape(7168, 1, "float32")),
     ("attn_res_merge_backward", Shape(8192, 1, "bfloat16", norm=False, adds=False)),
     ("attn_res_merge_backward", Shape(16384, 1, "bfloat16", stream="float32")),
-    ("attn_res_step", Shape(768, 9, "float32")),
+    ("attn_res_step", Shape(768, 1, "float32")),
     ("attn_res_step", Shape(7168, 9, "bfloat16")),
     ("attn_res_step", Shape(16384, 9, "bfloat16")),
 ]

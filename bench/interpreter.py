@@ -11,6 +11,7 @@ TRITON_INTERPRET=1 has to be in the environment before triton is imported. Then 
 Repaired are: rounding of float32 to bfloat16, which is truncated otherwise; arithmetic on bfloat16, which works on bit
 patterns as if they were integers; constants of bfloat16, which cannot be made; sums along a tensor's first axis, which
 add one element after the other and lose digits that no GPU loses; and calls of functions, which take twice the time.
+A `tl.multiple_of` that is not true, which would be a misaligned access on a GPU, is an error.
 """
 
 import contextlib
@@ -62,6 +63,7 @@ def install() -> None:
     _install_arithmetic()
     _install_sum()
     _install_atomic_add()
+    _install_hints()
     _patch_language_once_a_launch()
 
 
@@ -149,6 +151,17 @@ def _install_atomic_add() -> None:
         return _Handle(previous.reshape(shape), tl.bfloat16)
 
     _Builder.create_atomic_rmw = create_atomic_rmw
+
+
+def _install_hints() -> None:
+    original = _Handle.set_attr
+
+    def set_attr(self, key, value):
+        if key == "tt.divisibility" and (self.data % np.asarray(value[0], self.data.dtype)).any():
+            raise AssertionError(f"tl.multiple_of says that {value[0]} divides {self.data}")
+        original(self, key, value)
+
+    _Handle.set_attr = set_attr
 
 
 def _patch_language_once_a_launch() -> None:

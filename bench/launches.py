@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from blockres_kernels import aggregate, inter_backward, inter_forward, launch, merge, step
+from blockres_kernels import aggregate, cast, inter_backward, inter_forward, launch, merge, step
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SETTINGS = (1e-6, 1.0, 1e-6)
@@ -165,7 +165,7 @@ def _attn_res_inter_backward(shape: Shape) -> None:
 def _attn_res_merge_forward(shape: Shape) -> None:
     merge.attn_res_merge_forward(
         shape.row(),
-        shape.statistic(),
+        shape.statistic(2)[1],
         shape.row(shape.stream),
         shape.row() if shape.adds else None,
         shape.vector(),
@@ -181,7 +181,7 @@ def _attn_res_merge_backward(shape: Shape) -> None:
         shape.row(),
         shape.row(shape.stream) if shape.adds else None,
         shape.row(),
-        shape.statistic(),
+        shape.statistic(2)[1],
         shape.row(shape.stream),
         shape.vector(),
         shape.vector(),
@@ -207,6 +207,13 @@ def _attn_res_step(shape: Shape) -> None:
     )
 
 
+def _pack(shape: Shape) -> None:
+    """What a hop of `shape.sources` tensors takes, to the other dtype and back."""
+    wire = torch.float32 if shape.dtype == "bfloat16" else torch.bfloat16
+    buffer = cast.pack(shape.rows(shape.sources), wire)
+    cast.unpack(buffer, [(shape.tokens, shape.dim)] * shape.sources, [DTYPES[shape.dtype]] * shape.sources)
+
+
 OPERATIONS: dict[str, Callable[[Shape], None]] = {
     "attn_res_forward": _attn_res_forward,
     "attn_res_backward": _attn_res_backward,
@@ -215,6 +222,7 @@ OPERATIONS: dict[str, Callable[[Shape], None]] = {
     "attn_res_merge_forward": _attn_res_merge_forward,
     "attn_res_merge_backward": _attn_res_merge_backward,
     "attn_res_step": _attn_res_step,
+    "pack": _pack,
 }
 
 

@@ -48,6 +48,7 @@ from .parameters import parameter_gradients
 from .rows import Formula, inner_product, key_row, mix_in, normalized, square_and_product, zero_row
 from .sources import (
     Rows,
+    bits,
     compute_dtype,
     constants,
     indices,
@@ -452,10 +453,11 @@ def _attn_res_backward(
                 formula,
                 STAGE,
             )
-    row = tl.cast(program, tl.int64) * tile.dim
-    store_row(scratch.key_rows + row, grad_key, tile, start=start)
-    if norm_weight is not None:
-        store_row(scratch.norm_rows + row, grad_norm, tile, start=start)
+    if STAGE == "whole" or STAGE == "gradients":
+        row = tl.cast(program, tl.int64) * tile.dim
+        store_row(scratch.key_rows + row, grad_key, tile, start=start)
+        if norm_weight is not None:
+            store_row(scratch.norm_rows + row, grad_norm, tile, start=start)
 
 
 def attn_res_forward(
@@ -584,7 +586,7 @@ class _Backward(NamedTuple):
             _attn_res_backward[(programs, plan.slices)](
                 self.sources.group(start, stop).argument(bucket),
                 padded([x if x.numel() else first for x in self.grads[start:stop]], bucket),
-                sum(needed << j for j, needed in enumerate(self.needs_grad[start:stop])),
+                bits(self.needs_grad[start:stop]),
                 self.grad_out.argument(),
                 Upstream(self.upstream.lse, None if self.upstream.scores is None else self.upstream.scores[start:stop]),
                 Statistics(lse, self.statistics.scores[start:stop], self.statistics.rstd[start:stop]),

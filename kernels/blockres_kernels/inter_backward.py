@@ -70,7 +70,7 @@ def attn_res_inter_backward(
     work = Work(
         _gradient_rows(list(grad_outputs)),
         rows_of(sources),
-        _same_dtype([None if x is None else x.contiguous() for x in accumulate or [None] * len(sources)]),
+        _same_dtype([None if x is None else x.contiguous() for x in accumulate]),
         dsources,
         needs_grad,
         keys_of(queries, key_weights, scores.dtype),
@@ -104,4 +104,5 @@ def _gradient_rows(grads: list[Tensor]) -> Rows:
 
 def _same_dtype(tensors: list) -> list:
     given = [x.dtype for x in tensors if x is not None]
-    return [x if x is None else x.to(functools.reduce(torch.promote_types, given)) for x in tensors]
+    widest = functools.reduce(torch.promote_types, given) if given else None
+    return [x if x is None else x.to(widest) for x in tensors]

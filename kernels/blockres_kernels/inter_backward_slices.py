@@ -27,12 +27,12 @@ from .sources import constants, indices
 class Products(NamedTuple):
     """What terms are made of, for T tokens.
 
-    Where one launch sees all sources, v_j - v_0 is in the place of v_j, and the first source's places are not written.
+    Where one launch sees all sources, v_j - v_0 is in the place of v_j, and what belongs to the first source is unused.
     """
 
     p: Tensor  # [T, N, S]
     hv: Tensor  # [T, N]: <h_0, v_j>
-    norm: Tensor  # [T, 2]: <h_0, h_0> and <u, h_0>
+    norm: Tensor  # [T, 2]: <h_0, h_0> and <u, h_0>; used where one launch sees all sources
 
 
 @triton.jit
@@ -123,13 +123,13 @@ def _attn_res_inter_backward_pairs(
 
 
 @triton.jit
-def _through_norm(p, products, terms, at, place, source, query, present, panel, formula):
+def _through_norm(p, products, rho_beta, at, place, source, query, present, panel, formula):
     """<g_0, v_j> in place of <u, v_j> in the first row of p; rho and beta are stored."""
     hv = tl.load(products.hv + place + source, mask=present & (source > 0), other=0.0)
     rho = tl.rsqrt(tl.load(products.norm + 2 * at) / panel.dim + formula.norm_eps)
     beta = rho * rho * rho * tl.load(products.norm + 2 * at + 1) / panel.dim
-    tl.store(terms.norm + 2 * at, rho)
-    tl.store(terms.norm + 2 * at + 1, beta)
+    tl.store(rho_beta + 2 * at, rho)
+    tl.store(rho_beta + 2 * at + 1, beta)
     return tl.where((query == 0)[:, None], rho * p - (beta * hv)[None, :], p)
 
 
@@ -140,12 +140,12 @@ def _attn_res_inter_backward_terms(
     grad_lse,  # [S, T] or None
     products,  # of T tokens
     terms,
+    rho_beta,  # [T, 2], or None without a norm
     queries,
     count,
     tokens,
     panel,
     formula,
-    NORM: tl.constexpr,
 ):
     at = tl.cast(tl.program_id(0), tl.int64)
     T = tl.cast(tokens, tl.int64)
@@ -154,17 +154,17 @@ def _attn_res_inter_backward_terms(
     answered = query < queries
     present = source < count
     p = load_pairs(products.p, at * count, source, query, present, answered)
-    if NORM:
-        p = _through_norm(p, products, terms, at, at * count, source, query, present, panel, formula)
+    if rho_beta is not None:
+        p = _through_norm(p, products, rho_beta, at, at * count, source, query, present, panel, formula)
     make_terms(p, terms, scores, rstd, grad_lse, at, at, T, count, query, source, answered, present, panel, formula)
 
 
 @triton.jit
-def _norm_gradients(g, h, w, terms, entry, query):
+def _norm_gradients(g, h, w, rho_beta, at, query):
     """g_0 in place of the gradient of y_0 in a tile of gradients, and what a token adds to the norm weight's."""
     first = query == 0
-    rho = tl.load(terms.norm + 2 * entry)
-    beta = tl.load(terms.norm + 2 * entry + 1)
+    rho = tl.load(rho_beta + 2 * at)
+    beta = tl.load(rho_beta + 2 * at + 1)
     dnorm = row_of(g, first) * h * rho
     return tl.where(first[:, None], g * (rho * w)[None, :] - (beta * h)[None, :], g), dnorm
 
@@ -186,10 +186,10 @@ def _gradients(v, g, key, dv, dkey, ae, f, e_sum, count, present, query, source,
 
 
 @triton.jit
-def _contiguous_rows(tensors, addresses, token, D: tl.constexpr):
-    """Pointers [R] to a token's rows in contiguous tensors that begin at `addresses`."""
+def _contiguous_rows(tensors, addresses, token, D: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Pointers [R] to a token's rows in contiguous tensors that begin at `addresses`, multiples of `ALIGNMENT`."""
     size: tl.constexpr = tensors[0].dtype.element_ty.primitive_bitwidth // 8
-    aligned: tl.constexpr = 16 if D * size % 16 == 0 else size
+    aligned: tl.constexpr = ALIGNMENT if D * size % 16 == 0 else size
     return tl.multiple_of((addresses + token * (D * size)).to(tensors[0].dtype), aligned)
 
 
@@ -197,12 +197,13 @@ def _contiguous_rows(tensors, addresses, token, D: tl.constexpr):
 def _attn_res_inter_backward_slices(
     grads,
     sources,
-    existing,  # tensors [T, D] to add to, or None
+    existing,  # contiguous rows to add to, or None
     dsources,  # tensors [T, D]
     keys,  # [S, D]
     mixed,  # as for the pairs
     norm_weight,  # [D] or None
     terms,  # of T tokens
+    rho_beta,  # [T, 2], or None without a norm
     table,  # [slices, programs, 3 N + S] int64
     dkey_rows,  # [programs, S, D]
     dnorm_rows,  # [programs, D] or None
@@ -231,7 +232,7 @@ def _attn_res_inter_backward_slices(
     tl.store(table + source, spread(sources.pointers, source))
     tl.store(outputs + source, spread(dsources, source))
     if existing is not None:
-        tl.store(olds + source, spread(existing, source))
+        tl.store(olds + source, spread(existing.pointers, source))
     tl.store(gradients + query, spread(grads.pointers, query))
     tl.debug_barrier()
     strides = strides_of(sources, source, UNIFORM)
@@ -254,15 +255,15 @@ def _attn_res_inter_backward_slices(
             else:
                 h = tl.load(mixed + at * panel.dim + columns, mask=inside, other=0.0)
             w = tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
-            g, dnorm_part = _norm_gradients(g, h, w, terms, at, query)
+            g, dnorm_part = _norm_gradients(g, h, w, rho_beta, at, query)
             dnorm += dnorm_part
         dv = tl.zeros([panel.sources, panel.columns], formula.dtype)
         if existing is not None:
-            old = _contiguous_rows(existing, tl.load(olds + source), at, panel.dim)
+            old = _contiguous_rows(existing.pointers, tl.load(olds + source), at, panel.dim, existing.alignment)
             dv = load_tile(old, columns, in_sources & chosen(added, source)[:, None], formula.dtype)
         e_sum = terms.e_sum + (at * groups + group) * panel.queries
         dv, dkey = _gradients(v, g, key, dv, dkey, ae, terms.f + entry, e_sum, count, present, query, source, panel)
-        out = _contiguous_rows(dsources, tl.load(outputs + source), at, panel.dim)
+        out = _contiguous_rows(dsources, tl.load(outputs + source), at, panel.dim, 16)
         stored = in_sources & chosen(wanted, source)[:, None]
         tl.store(out[:, None] + columns[None, :], dv.to(dsources[0].dtype.element_ty), mask=stored)
     program = tl.cast(tl.program_id(1), tl.int64)
@@ -276,7 +277,7 @@ def launch_slices(work: Work, mixed: Tensor | None) -> tuple[Tensor, Tensor | No
     """The rows of sums of all programs; `mixed [T, D]` is h_0, where more sources than one launch takes are in it."""
     products = _launch_pairs(work, mixed)
     alone = len(work.sources.tensors) <= launch.MAX_SOURCES
-    return _launch_gradients(work, mixed, (_launch_terms if alone else _terms_of_groups)(work, products))
+    return _launch_gradients(work, mixed, *(_launch_terms if alone else _terms_of_groups)(work, products))
 
 
 def _launch_pairs(work: Work, mixed: Tensor | None) -> Products:
@@ -311,27 +312,29 @@ def _launch_pairs(work: Work, mixed: Tensor | None) -> Products:
     return products
 
 
-def _launch_terms(work: Work, products: Products) -> Terms:
+def _launch_terms(work: Work, products: Products) -> tuple[Terms, Tensor | None]:
+    """The terms, and where there is a norm its rho and beta [T, 2]."""
     queries, sources, tokens = work.sizes
     terms, panel = work.terms(tokens), work.plan.panel
+    rho_beta = None if work.norm_weight is None else work.keys.new_empty(tokens, 2)
     _attn_res_inter_backward_terms[(tokens,)](
         work.scores,
         work.rstd,
         work.grad_lse,
         products,
         terms,
+        rho_beta,
         queries,
         sources,
         tokens,
         constants(panel),
         constants(work.formula),
-        work.norm_weight is not None,
         **launch.options(max(panel.queries * panel.sources // 256, 1)),
     )
-    return terms
+    return terms, rho_beta
 
 
-def _terms_of_groups(work: Work, products: Products) -> Terms:
+def _terms_of_groups(work: Work, products: Products) -> tuple[Terms, Tensor | None]:
     """What `_launch_terms` does, where there are more sources than a program sees."""
     queries, sources, tokens = work.sizes
     p, hv = products.p[:, :, :queries], products.hv
@@ -339,12 +342,12 @@ def _terms_of_groups(work: Work, products: Products) -> Terms:
     score = work.scores.reshape(queries, sources, tokens).permute(2, 1, 0)
     r = work.rstd.reshape(sources, tokens).t()
     a = score.softmax(1)
-    terms = work.terms(tokens, len(groups))
+    terms, rho_beta = work.terms(tokens, len(groups)), None
     if work.norm_weight is not None:
         rho = ((a[:, :, 0] * hv).sum(1, keepdim=True) / width + formula.norm_eps).rsqrt()
         beta = rho**3 * (a[:, :, 0] * p[:, :, 0]).sum(1, keepdim=True) / width
         p[:, :, 0] = rho * p[:, :, 0] - beta * hv
-        torch.cat([rho, beta], 1, out=terms.norm)
+        rho_beta = torch.cat([rho, beta], 1)
     ds = a * (p - (a * p).sum(1, keepdim=True))
     ds -= a * ds.sum(1, keepdim=True)
     if work.grad_lse is not None:
@@ -355,29 +358,32 @@ def _terms_of_groups(work: Work, products: Products) -> Terms:
     for number, (start, stop) in enumerate(groups):
         terms.e_sum[:, number].zero_()[:, :queries] = e[:, start:stop].sum(1)
     terms.f.copy_((ds * score).sum(2) * r * r / width)
-    return terms
+    return terms, rho_beta
 
 
-def _launch_gradients(work: Work, mixed: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor | None]:
+def _launch_gradients(
+    work: Work, mixed: Tensor | None, terms: Terms, rho_beta: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     queries, sources, tokens = work.sizes
     plan, groups = work.plan, launch.groups(sources)
     slices = triton.cdiv(plan.panel.dim, plan.panel.columns)
-    programs = launch.persistent(tokens, max(plan.resident // slices, 1), work.keys.device)
+    programs = launch.persistent_with_sums(tokens, max(plan.resident // slices, 1), work.keys.device)
     dkey_rows, dnorm_rows = work.sums(len(groups), programs)
     rows = 3 * plan.panel.sources + plan.panel.queries
     table = work.keys.new_empty(slices * programs, rows, dtype=torch.int64)
     for number, (start, stop) in enumerate(groups):
-        existing, dsources, wanted, added = work.targets(start, stop)
+        targets = work.targets(start, stop)
         group, bucket = work.sources.group(start, stop), launch.bucket(stop - start)
         _attn_res_inter_backward_slices[(slices, programs)](
             work.grads.argument(queries),
             group.argument(bucket),
-            existing,
-            dsources,
+            targets.existing,
+            targets.dsources,
             work.keys,
             mixed,
             work.norm_weight,
             terms,
+            rho_beta,
             table,
             dkey_rows[number * programs :],
             dnorm_rows if number == 0 else None,
@@ -388,8 +394,8 @@ def _launch_gradients(work: Work, mixed: Tensor | None, terms: Terms) -> tuple[T
             number,
             len(groups),
             tokens,
-            wanted,
-            added,
+            targets.wanted,
+            targets.added,
             constants(plan.panel),
             constants(work.formula),
             uniform(group),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import launch
 from .rows import Formula
-from .sources import Rows, padded
+from .sources import Rows, RowsArgument, bits, padded, rows_of
 
 
 class Terms(NamedTuple):
@@ -22,11 +22,19 @@ class Terms(NamedTuple):
     ae: Tensor  # [X, N, 2, S]
     f: Tensor  # [X, N]
     e_sum: Tensor  # [X, G, S], over the sources of one launch
-    norm: Tensor  # [X, 2]: rho and beta
+
+
+class Targets(NamedTuple):
+    """Where one launch's gradients of sources go; bit j of `wanted` and of `added` is for source j."""
+
+    existing: RowsArgument | None  # contiguous tensors [..., D] to add to
+    dsources: tuple[Tensor, ...]
+    wanted: int
+    added: int
 
 
 @triton.jit
-def weights_of(score):
+def _weights_of(score):
     """[S, N]"""
     raised = tl.exp(score - tl.max(score, axis=1)[:, None])
     return raised / tl.sum(raised, axis=1)[:, None]
@@ -51,7 +59,7 @@ def load_pairs(pairs, place, source, query, present, answered):
 @triton.jit
 def _store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, formula):
     """From p_sj - p_s0 [S, N] the terms that begin at `entry`; returns their e_sum [S]."""
-    a = weights_of(score)
+    a = _weights_of(score)
     ds = a * (p - tl.sum(a * p, axis=1)[:, None])
     ds -= a * tl.sum(ds, axis=1)[:, None]
     r0 = tl.sum(tl.where(source == 0, r, 0.0), axis=0)
@@ -119,15 +127,15 @@ class Work:
             launch.lanes(),
         )
 
-    def targets(self, start: int, stop: int) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...], int, int]:
-        """For sources `start` to `stop`: tensors to add to (or None) and to write to, bits of the latter and former."""
+    def targets(self, start: int, stop: int) -> Targets:
+        """Those of the sources `start` to `stop`."""
         old, bucket = self.existing[start:stop], launch.bucket(stop - start)
         given = [x for x in old if x is not None]
-        return (
-            padded([given[0] if x is None else x for x in old], bucket) if given else None,
+        return Targets(
+            rows_of([given[0] if x is None else x for x in old]).argument(bucket) if given else None,
             padded(self.dsources[start:stop], bucket),
-            _bits(self.wanted[start:stop]),
-            _bits([x is not None for x in old]),
+            bits(self.wanted[start:stop]),
+            bits([x is not None for x in old]),
         )
 
     def terms(self, entries: int, launches: int = 1) -> Terms:
@@ -137,16 +145,9 @@ class Work:
             self.keys.new_empty(entries, sources, 2, queries),
             self.keys.new_empty(entries, sources),
             self.keys.new_empty(entries, launches, queries),
-            self.keys.new_empty(entries, 2),
         )
 
     def sums(self, launches: int, programs: int) -> tuple[Tensor, Tensor | None]:
         """Rows for the sums of all programs: [.., S, D], and [programs, D] where there is a norm."""
         norm = None if self.norm_weight is None else self.keys.new_empty(programs, self.keys.shape[1])
         return self.keys.new_empty(launches * programs, *self.keys.shape), norm
-
-
-def _bits(flags: list[bool]) -> int:
-    """Bit j for flag j, as a signed integer of 32 bits."""
-    bits = sum(1 << j for j, flag in enumerate(flags) if flag)
-    return bits - (1 << 32) if bits >= 1 << 31 else bits

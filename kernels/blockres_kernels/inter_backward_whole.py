@@ -56,7 +56,7 @@ def _store_gradients(
         e_row = a_row + panel.queries
         dv = tl.zeros([panel.columns], formula.dtype)
         if existing is not None:
-            old = existing[j] + at * panel.dim + columns
+            old = existing.pointers[j] + at * panel.dim + columns
             dv = tl.load(old, mask=inside & exists & chosen(added, j), other=0.0).to(formula.dtype)
         f = tl.load(terms.f + place + j, mask=exists, other=0.0)
         dv -= f * (v0 if j == 0 else differences[j] + v0)
@@ -77,7 +77,7 @@ def _store_gradients(
 def _attn_res_inter_backward_whole(
     grads,
     sources,
-    existing,  # tensors [T, D] to add to, or None
+    existing,  # contiguous rows to add to, or None
     dsources,  # tensors [T, D]
     keys,  # [S, D]
     norm_weight,  # [D] or None
@@ -147,14 +147,14 @@ def _attn_res_inter_backward_whole(
 def launch_whole(work: Work) -> tuple[Tensor, Tensor | None]:
     queries, sources, tokens = work.sizes
     plan, bucket = work.plan, launch.bucket(sources)
-    programs = launch.persistent(tokens, plan.resident, work.keys.device)
-    existing, dsources, wanted, added = work.targets(0, sources)
+    programs = launch.persistent_with_sums(tokens, plan.resident, work.keys.device)
+    targets = work.targets(0, sources)
     sums = work.sums(1, programs)
     _attn_res_inter_backward_whole[(programs,)](
         work.grads.argument(queries),
         work.sources.argument(bucket),
-        existing,
-        dsources,
+        targets.existing,
+        targets.dsources,
         work.keys,
         work.norm_weight,
         work.scores,
@@ -165,8 +165,8 @@ def launch_whole(work: Work) -> tuple[Tensor, Tensor | None]:
         *sums,
         sources,
         tokens,
-        wanted,
-        added,
+        targets.wanted,
+        targets.added,
         indices(bucket),
         indices(queries),
         constants(plan.panel),

@@ -203,6 +203,7 @@ def _weights(score, carry, lse, answered):
     keep = tl.zeros_like(norm)
     if carry is not None:
         earlier = tl.load(lse, mask=answered, other=0.0)
+        tl.debug_barrier()  # every warp reads it before one of them overwrites it
         keep = tl.sigmoid(earlier - log_sum)
         share *= tl.sigmoid(log_sum - earlier)
         higher = tl.maximum(earlier, log_sum)
@@ -352,24 +353,23 @@ def _read_twice(
     stats: tuple[Tensor, Tensor, Tensor],
     formula: Formula,
 ) -> None:
-    carry, total, lse = None, len(rows.tensors), stats[0]
+    carry, total, lse, (count, dim) = None, len(rows.tensors), stats[0], keys.shape
     for start, stop in launch.groups(total):
-        last = stop == total
+        last, group = stop == total, rows.group(start, stop)
         target = outputs if last else torch.empty_like(outputs, dtype=lse.dtype) if carry is None else carry
         bucket = launch.bucket(stop - start)
-        count, dim = keys.shape
         plan = launch.attn_res_inter_forward(dim, rows.tensors[0].element_size(), count, bucket, launch.lanes())
         programs = launch.persistent(rows.count, plan.resident, lse.device)
         normed = last and norm_weight is not None
         _attn_res_inter_forward_twice[(programs,)](
-            rows.group(start, stop).argument(bucket),
+            group.argument(bucket),
             keys,
             norm_weight if normed else None,
             carry,
             target,
-            lse.new_empty(programs, keys.shape[1]) if normed else None,
+            lse.new_empty(programs, dim) if normed else None,
             *stats,
-            keys.shape[0],
+            count,
             stop - start,
             start,
             total,
@@ -377,7 +377,7 @@ def _read_twice(
             indices(bucket),
             constants(plan.panel),
             constants(formula),
-            uniform(rows.group(start, stop)),
+            uniform(group),
             512,
             **launch.options(plan.panel_warps),
         )

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from . import launch
 from .parameters import parameter_gradients
-from .rows import Formula, inner_product, key_row, normalized, vector
+from .rows import Formula, inner_product, key_row, normalized, vector, zero_row
 from .sources import (
     compute_dtype,
     constants,
@@ -60,18 +60,18 @@ def _row(rows, token, tile, dtype, start=0):
     return [row[c].to(dtype) for c in tile.chunks]
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["lse", "tokens"])
 def _attn_res_merge_forward(
     output,
     partial,
-    update,
-    lse,
-    query,
-    key_weight,
-    norm_weight,
-    h,
-    new_partial,
-    stats,
+    update,  # or None
+    lse,  # [T], a row of phase 1's, which may begin anywhere
+    query,  # [D]
+    key_weight,  # [D] or None
+    norm_weight,  # [D] or None
+    h,  # [T, D]
+    new_partial,  # [T, D] where there is an update
+    stats,  # [2, T]
     tokens,
     tile,
     formula,
@@ -127,22 +127,22 @@ def _over_slices(here, elsewhere, SLICES: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["lse", "tokens"])
 def _attn_res_merge_backward(
     grad_h,
-    grad_partial,
+    grad_partial,  # or None
     output,
     partial,
-    lse,
-    stats,
-    query,
-    key_weight,
-    norm_weight,
-    doutput,
-    dlse,
-    dpartial,
-    dkey_rows,
-    dnorm_rows,
+    lse,  # [T], as in the forward
+    stats,  # [2, T]
+    query,  # [D]
+    key_weight,  # [D] or None
+    norm_weight,  # [D] or None
+    doutput,  # [T, D]
+    dlse,  # [T]
+    dpartial,  # [T, D]
+    dkey_rows,  # [programs, D]
+    dnorm_rows,  # [programs, D] or None
     tokens,
     SLICES: tl.constexpr,
     piece,
@@ -152,8 +152,8 @@ def _attn_res_merge_backward(
     own = tl.program_id(0)
     SPAN: tl.constexpr = tile.width * len(tile.chunks)
     start = 0 if SLICES == 1 else own * SPAN
-    dkey = [tl.zeros([tile.width], formula.dtype) for c in tile.chunks]
-    dnorm = [tl.zeros([tile.width], formula.dtype) for c in tile.chunks]
+    dkey = zero_row(tile, formula.dtype)
+    dnorm = zero_row(tile, formula.dtype)
     for token in tl.range(tl.program_id(1), tokens, tl.num_programs(1), disable_licm=True):
         at = tl.cast(token, tl.int64)
         s = tl.load(stats + at)

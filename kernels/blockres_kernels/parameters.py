@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_WIDTH, _DEPTH = 128, 32
+_WIDTH, _DEPTH = 32, 128
+"""Columns, 128 bytes of them, and rows at a time: few columns make many programs, which each wait for few loads."""
 
 
 @triton.jit
@@ -19,17 +20,17 @@ def _sum_of_rows(table, rows, COLUMNS: tl.constexpr, columns, inside, DEPTH: tl.
     return tl.sum(sums, axis=0)
 
 
-@triton.jit(do_not_specialize=["keys", "norms"])
+@triton.jit(do_not_specialize=["key_count", "norm_count"])
 def _parameter_gradients(
-    key_rows,  # [keys, KEY_COLUMNS]
-    norm_rows,  # [norms, NORM_COLUMNS] or None
-    query,  # [KEY_COLUMNS], as all that follow but the last
-    key_weight,
-    dquery,
-    dkey_weight,
+    key_rows,  # [key_count, KEY_COLUMNS]
+    norm_rows,  # [norm_count, NORM_COLUMNS] or None
+    query,  # [KEY_COLUMNS]
+    key_weight,  # [KEY_COLUMNS] or None
+    dquery,  # [KEY_COLUMNS]
+    dkey_weight,  # [KEY_COLUMNS] where there is a key weight
     dnorm_weight,  # [NORM_COLUMNS]
-    keys,
-    norms,
+    key_count,
+    norm_count,
     KEY_COLUMNS: tl.constexpr,
     NORM_COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -40,7 +41,7 @@ def _parameter_gradients(
     if tl.program_id(0) < KEY_PROGRAMS:
         columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         inside = columns < KEY_COLUMNS
-        dkey = _sum_of_rows(key_rows, keys, KEY_COLUMNS, columns, inside, DEPTH)
+        dkey = _sum_of_rows(key_rows, key_count, KEY_COLUMNS, columns, inside, DEPTH)
         if key_weight is None:
             tl.store(dquery + columns, dkey, mask=inside)
         else:
@@ -51,7 +52,7 @@ def _parameter_gradients(
     elif norm_rows is not None:
         columns = (tl.program_id(0) - KEY_PROGRAMS) * WIDTH + tl.arange(0, WIDTH)
         inside = columns < NORM_COLUMNS
-        dnorm = _sum_of_rows(norm_rows, norms, NORM_COLUMNS, columns, inside, DEPTH)
+        dnorm = _sum_of_rows(norm_rows, norm_count, NORM_COLUMNS, columns, inside, DEPTH)
         tl.store(dnorm_weight + columns, dnorm, mask=inside)
 
 

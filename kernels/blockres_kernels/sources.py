@@ -11,13 +11,15 @@ In a launcher `kernel[grid](rows_of(sources).argument(bucket), ...)`, in the ker
     place = locate(sources, token)
     pointer = row_pointer(sources, j, place)
 
-Nothing here makes a kernel compile again:
+Another number of tokens does not make a kernel compile again:
 
 - the tuples are padded to a bucket of the number of sources (`launch.bucket`); the number itself is an argument;
 - Triton specialises integers inside a tuple on being 1 and on being multiples of 16, and `do_not_specialize` does not
   reach into a tuple. `inner`, which follows the number of tokens, is passed as `16 * inner`, for which both are fixed;
 - what the kernel needs to know of alignment, and no more, is one constant: the largest power of two up to 16 bytes
   that divides every row's address.
+
+What may is memory that is not aligned to 16 bytes, and a stride of more than 2^31 elements.
 
 Offsets are computed in int64.
 """
@@ -103,8 +105,8 @@ def rows_of(tensors: Sequence[Tensor]) -> Rows:
                 "call .contiguous() on it first"
             )
     for cut in range(max(len(leading), 1)):
-        outer = [_one_stride(leading[:cut], x.stride()[:cut]) for x in tensors]
-        row = [_one_stride(leading[cut:], x.stride()[cut:-1]) for x in tensors]
+        outer = [_one_stride(leading[:cut], x.stride()[:cut], 0) for x in tensors]
+        row = [_one_stride(leading[cut:], x.stride()[cut:-1], size) for x in tensors]
         if None not in outer and None not in row:
             return Rows(
                 tuple(tensors),
@@ -169,6 +171,12 @@ def padded(values: Sequence, bucket: int) -> tuple:
     return (*values, *(values[0],) * (bucket - len(values)))
 
 
+def bits(flags: Sequence[bool]) -> int:
+    """Bit j for flag j, as a signed integer of 32 bits: a kernel would be compiled again for a wider one."""
+    number = sum(1 << j for j, flag in enumerate(flags) if flag)
+    return number - (1 << 32) if number >= 1 << 31 else number
+
+
 def compute_dtype(storage: torch.dtype) -> torch.dtype:
     """float64 for float64, float32 for all others."""
     return torch.promote_types(storage, torch.float32)
@@ -183,13 +191,16 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def _one_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride that walks through all of these dimensions in order, or None where there is no such stride."""
+def _one_stride(sizes: Sequence[int], strides: Sequence[int], only: int) -> int | None:
+    """The stride that walks through all of these dimensions in order, or None where there is no such stride.
+
+    `only`: what is said to be the stride of a single row, so that a kernel is the same for one token as for many.
+    """
     kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
     for (_, stride), (next_size, next_stride) in itertools.pairwise(kept):
         if stride != next_size * next_stride:
             return None
-    return kept[-1][1] if kept else 0
+    return kept[-1][1] if kept else only
 
 
 @triton.jit

@@ -19,6 +19,7 @@ FREE = {
     "alias",
     "view",
     "slice",
+    "split_with_sizes",
     "select",
     "unbind",
     "expand",

@@ -309,6 +309,15 @@ def test_rows_are_read_where_they_lie(layout, queries, device):
     assert all(torch.equal(x, y) for x, y in zip(strided.run(), compact.run(), strict=True))
 
 
+@pytest.mark.parametrize("queries", [3, 32])
+@pytest.mark.parametrize("layout", ["unaligned", "transposed", "one token for all"])
+def test_gradients_to_add_to_of_any_layout(layout, queries, device):
+    problem = random_phase1(3, queries, (2, 2, 96), device, dtype=BF16)
+    strided = dataclasses.replace(problem, existing=[*LAYOUTS[layout](problem.existing[0])[:2], None])
+    compact = dataclasses.replace(strided, existing=[x if x is None else x.clone() for x in strided.existing])
+    assert all(torch.equal(x, y) for x, y in zip(strided.run(), compact.run(), strict=True))
+
+
 @pytest.mark.parametrize("queries", [3, 64])
 def test_offsets_beyond_two_to_the_31(queries, device):
     stride = 2**30 + 8

@@ -114,6 +114,19 @@ def test_functions_of_a_kernel_leave_the_language_as_it_was():
     assert all(getattr(tl, name) is member for name, member in members.items())
 
 
+@triton.jit
+def _read_as_aligned(x, out, BYTES: tl.constexpr):
+    tl.store(out, tl.load(tl.multiple_of(x, BYTES)))
+
+
+def test_a_hint_on_alignment_that_is_not_true_is_an_error():
+    x, out = torch.randn(8), torch.empty(1)
+    _read_as_aligned[(1,)](x[4:], out, BYTES=16)
+    assert torch.equal(out[0], x[4])
+    with pytest.raises(Exception, match="multiple_of says that 16 divides"):
+        _read_as_aligned[(1,)](x[1:], out, BYTES=16)
+
+
 def test_traffic_counts_unmasked_lanes_by_launch_and_argument():
     x, extra, out = torch.randn(64), torch.randn(64), torch.empty(64)
     with count_traffic() as traffic:

@@ -32,6 +32,8 @@ REPRESENTATIVE = [
     ("attn_res_step", Shape(768, 1, "float32")),
     ("attn_res_step", Shape(7168, 9, "bfloat16")),
     ("attn_res_step", Shape(16384, 9, "bfloat16")),
+    ("pack", Shape(768, 3, "bfloat16")),
+    ("pack", Shape(7168, 5, "float32")),
 ]
 ELSEWHERE = [
     ("attn_res_forward", Shape(7168, 9, "bfloat16")),
@@ -73,6 +75,8 @@ def test_kernels_fit_other_generations():
 
 WAYS = [
     ("attn_res_forward", Shape(256, 3)),
+    ("attn_res_forward", Shape(100, 3)),  # rows of 200 bytes: one of them is no better aligned than many
+    ("attn_res_step", Shape(100, 3)),
     ("attn_res_backward", Shape(256, 3)),
     ("attn_res_inter_forward", Shape(256, 3, queries=4)),
     ("attn_res_inter_forward", Shape(16384, 3, "float32", queries=4)),
@@ -81,6 +85,7 @@ WAYS = [
     ("attn_res_merge_forward", Shape(256, 1)),
     ("attn_res_merge_backward", Shape(256, 1)),
     ("attn_res_step", Shape(256, 3)),
+    ("pack", Shape(256, 3)),
 ]
 
 

@@ -19,9 +19,12 @@ EDGES = torch.tensor([0.0, -0.0, 1e-45, 65504.0, 65520.0, 1e5, -1e30, 3e38, torc
 def test_there_and_back(shapes, dtype, wire, device):
     tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     tensors[0].view(-1)[: len(EDGES)] = EDGES.to(device, dtype)
+    blocks = [guarded(x) for x in tensors]
     with poisoned_allocations():
-        buffer = pack([guarded(x).tensor for x in tensors], wire)
+        buffer = pack([block.tensor for block in blocks], wire)
         back = unpack(buffer, shapes, [dtype] * len(shapes))
+    for block in blocks:
+        block.check()
     expected = torch.cat([x.flatten() for x in tensors]).to(wire)
     torch.testing.assert_close(buffer, expected, rtol=0, atol=0, equal_nan=True)
     for got, part, shape in zip(back, expected.split([x.numel() for x in tensors]), shapes, strict=True):

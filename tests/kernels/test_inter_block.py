@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.interpreter import count_traffic
 from blockres import reference
 from blockres_kernels import attn_res_inter_backward, attn_res_inter_forward, launch
-from tests.support.memory import guarded, poisoned_allocations
+from tests.support.memory import assert_only_read, guarded, poisoned_allocations
 from tests.support.numerics import (
     assert_parameter_gradient,
     assert_rounded_once,
@@ -267,15 +267,17 @@ def test_a_nan_stays_in_its_token(sources, queries, dim, device):
 def test_results_are_written_in_full_and_nothing_else_is(sources, queries, dim, device):
     problem = random_phase1(sources, queries, (3, dim), device, dtype=BF16)
     clean = problem.run()
+    blocks = [guarded(x) for x in (*problem.sources, *problem.grad_outputs)]
     surrounded = dataclasses.replace(
         problem,
-        sources=[guarded(x).tensor for x in problem.sources],
-        grad_outputs=[guarded(x).tensor for x in problem.grad_outputs],
+        sources=[block.tensor for block in blocks[:sources]],
+        grad_outputs=[block.tensor for block in blocks[sources:]],
     )
     with poisoned_allocations() as allocated:
         poisoned = surrounded.run()
     assert len(allocated) > 4
     assert all(torch.equal(x, y) for x, y in zip(clean, poisoned, strict=True))
+    assert_only_read(blocks, [*problem.sources, *problem.grad_outputs])
 
 
 LAYOUTS = {

@@ -1,9 +1,10 @@
-"""The launch choices for one aggregation: they cover every row, fit the registers and load 16 bytes at a time."""
+"""The launch choices: they cover every row, fit the registers and load 16 bytes at a time."""
 
 import itertools
 
 import pytest
 import torch
+import triton
 
 from blockres_kernels import launch
 
@@ -75,6 +76,58 @@ def test_rows_up_to_8192_take_one_launch(itemsize):
 @pytest.mark.parametrize(("dim", "itemsize", "slots"), [(768, 2, 16), (2048, 2, 9), (4096, 2, 9), (1024, 4, 9)])
 def test_rows_are_held_where_they_fit(dim, itemsize, slots):
     assert launch.attn_res_backward(dim, itemsize, slots, True, 32).held
+
+
+QUERIES = (1, 2, 4, 12, 16, 33, 64)
+
+
+def _assert_panel(panel, dim, queries, sources, itemsize):
+    assert panel.dim == dim
+    assert panel.queries >= queries
+    assert panel.sources >= sources
+    assert all(map(_is_power_of_two, panel[1:]))
+    assert panel.columns % panel.vector == 0
+    assert panel.vector * itemsize <= 16
+
+
+@pytest.mark.parametrize(("dim", "itemsize", "lanes"), EVERYTHING)
+def test_phase_1_holds_every_query_source_and_column(dim, itemsize, lanes):
+    for queries, slots in itertools.product(QUERIES, SLOTS):
+        plan = launch.attn_res_inter_forward(dim, itemsize, queries, slots, lanes)
+        assert plan.tile.dim == dim
+        assert 0 <= plan.tile.width * len(plan.tile.chunks) - dim < plan.tile.width
+        assert plan.group <= queries
+        _assert_panel(plan.panel, dim, queries, slots, itemsize)
+        assert min(plan.warps, plan.panel_warps, plan.resident) >= 1
+        for norm, adds in itertools.product((False, True), repeat=2):
+            plan = launch.attn_res_inter_backward(dim, itemsize, queries, slots, norm, adds, lanes)
+            _assert_panel(plan.panel, dim, queries, slots, itemsize)
+            _assert_panel(plan.pairs, dim, queries, slots, itemsize)
+            assert plan.panel[:3] == plan.pairs[:3]  # the launches share tables of these sizes
+            assert 1 <= plan.warps <= 8
+            assert plan.resident >= 1
+            assert not plan.whole or plan.panel.columns >= dim
+
+
+@pytest.mark.parametrize(("dim", "itemsize", "lanes"), EVERYTHING)
+def test_a_merge_covers_the_row(dim, itemsize, lanes):
+    assert launch.attn_res_merge_forward(dim).tile == launch.tile_of(dim, triton.next_power_of_2(dim))
+    for narrow, norm in itertools.product((2, itemsize), (False, True)):
+        plan = launch.attn_res_merge_backward(dim, (narrow, itemsize), norm, lanes)
+        columns = plan.tile.width * len(plan.tile.chunks)
+        assert (plan.slices - 1) * columns < dim <= plan.slices * columns
+        assert columns % plan.piece.width == 0
+        assert all(map(_is_power_of_two, (plan.tile.width, plan.piece.width, plan.warps)))
+        assert plan.resident >= 1
+
+
+@pytest.mark.parametrize(("dim", "itemsize", "lanes"), EVERYTHING)
+def test_an_inference_step_covers_the_row_and_loads_16_bytes_of_the_narrowest(dim, itemsize, lanes):
+    for narrowest in (size for size in ITEMSIZES if size <= itemsize):
+        plan = launch.attn_res_step(dim, itemsize, narrowest, lanes)
+        assert 0 <= plan.tile.width * len(plan.tile.chunks) - dim < plan.tile.width
+        assert plan.tile.width * narrowest == 16 * plan.warps * lanes
+        assert plan.ahead >= 0
 
 
 def test_programs_are_no_more_than_tokens_and_what_runs_at_a_time():

@@ -11,7 +11,7 @@ from bench.interpreter import count_traffic
 from blockres import reference
 from blockres_kernels import merge
 from tests.support.layouts import ROW_LAYOUTS
-from tests.support.memory import guarded, poisoned_allocations
+from tests.support.memory import assert_only_read, guarded, poisoned_allocations
 from tests.support.numerics import (
     assert_parameter_gradient,
     assert_rounded_once,
@@ -203,13 +203,15 @@ def test_a_nan_stays_in_its_token(device):
 def test_results_are_written_in_full_and_nothing_else_is(shape, device):
     problem = random_merge(shape, device, stream=BF16)
     names = ("output", "partial", "update", "grad_h", "grad_partial")
-    surrounded = dataclasses.replace(problem, **{name: guarded(getattr(problem, name)).tensor for name in names})
+    blocks = [guarded(getattr(problem, name)) for name in names]
+    surrounded = dataclasses.replace(problem, **{n: block.tensor for n, block in zip(names, blocks, strict=True)})
     clean = problem.run()
     with poisoned_allocations() as allocated:
         poisoned = surrounded.run()
     assert len(allocated) > 4
     for x, y in zip([*clean[:2], *clean[2]], [*poisoned[:2], *poisoned[2]], strict=True):
         assert torch.equal(x, y)
+    assert_only_read(blocks, [getattr(problem, name) for name in names])
 
 
 @pytest.mark.parametrize("layout", ROW_LAYOUTS)

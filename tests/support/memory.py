@@ -12,16 +12,21 @@ _GUARD = 64
 
 
 class Guarded:
-    """A tensor inside a larger buffer of NaN: reads beyond it poison results, writes beyond it are found by `check`."""
+    """A tensor inside a larger buffer of NaN: reads beyond it poison results, writes beyond it are found by `check`.
+
+    A tensor of integers is one of addresses: it lies among, and is full of, an address that there is not.
+    """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         size = math.prod(shape)
-        self.buffer = torch.full((size + 2 * _GUARD,), torch.nan, dtype=dtype, device=device)
+        self._fill = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+        self.buffer = torch.full((size + 2 * _GUARD,), self._fill, dtype=dtype, device=device)
         self.tensor = self.buffer[_GUARD : _GUARD + size].view(*shape)
 
     def check(self) -> None:
         outside = torch.cat([self.buffer[:_GUARD], self.buffer[-_GUARD:]])
-        assert outside.isnan().all(), "memory beside the tensor was written"
+        untouched = outside.isnan() if outside.is_floating_point() else outside == self._fill
+        assert untouched.all(), "memory beside the tensor was written"
 
 
 def guarded(values: Tensor) -> Guarded:
@@ -29,6 +34,13 @@ def guarded(values: Tensor) -> Guarded:
     copy = Guarded(values.shape, values.dtype, values.device)
     copy.tensor.copy_(values)
     return copy
+
+
+def assert_only_read(blocks: Sequence[Guarded], values: Sequence[Tensor]) -> None:
+    """Neither the guarded copies of `values` nor what lies beside them has been written."""
+    for block, original in zip(blocks, values, strict=True):
+        block.check()
+        assert torch.equal(block.tensor, original)
 
 
 class Allocations(TorchDispatchMode):
@@ -58,7 +70,7 @@ class _Poison(TorchDispatchMode):
         packet = func.overloadpacket
         if packet not in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty):
             return result
-        if not result.is_floating_point() or not result.is_contiguous():
+        if not (result.is_floating_point() or result.dtype == torch.int64) or not result.is_contiguous():
             return result
         block = Guarded(result.shape, result.dtype, result.device)
         self.allocated.append(block)
@@ -67,7 +79,7 @@ class _Poison(TorchDispatchMode):
 
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[list[Guarded]]:
-    """Inside, `torch.empty` and its kin give NaN between guards; on leaving, all guards are checked."""
+    """Inside, `torch.empty` and its kin give NaN, or no address, between guards; on leaving, all guards are checked."""
     mode = _Poison()
     with mode:
         yield mode.allocated

@@ -158,7 +158,8 @@ def _backward(
     Of the parameters it returns what the keys `[S, D]` and the norm weight get, in the compute dtype.
 
     The softmax does not feel what all sources have in common. Most of it is taken out of the rows, one source of every
-    token from all of them, before they are multiplied: it would only add its rounding to the query's gradient.
+    token from all of them, before they are multiplied: it would only add its rounding to the query's gradient. Nothing
+    is taken out where one source is more than twice another: a large one would itself add its rounding to the others.
     """
     dsources = [s.new_empty(s.shape if needed else (0,)) for s, needed in zip(sources, needs_grad, strict=True)]
     wanted = [j for j, needed in enumerate(needs_grad) if needed]
@@ -172,7 +173,7 @@ def _backward(
     groups = (sources, grad_outputs, [dsources[j] for j in wanted], list(existing.values()))
     for part, rows, grad_rows, drows, old_rows in _chunks(*groups, buffers=len(sources) + len(keys) + 2):
         values, weight = _gather(rows, "values", scratch), weights[part]
-        center = values[:, len(rows) // 2].clone()
+        center = values[:, len(rows) // 2] * _alike(r[part])
         beside = _gather([*grad_rows, center[: len(rows[0])]], "beside", scratch)
         grads = beside[:, :-1]
         if gain is not None:
@@ -507,6 +508,11 @@ def _normalize_backward(
     grad = torch.mul(grad, gain, out=scratch("grad", mix.shape))
     along = _dot(grad, mix, scratch).mul_(rstd.pow(3)).div_(mix.shape[-1])
     return grad.mul_(rstd).addcmul_(mix, along, value=-1)
+
+
+def _alike(rstd: Tensor) -> Tensor:
+    """`[C, 1]` from `[C, N, 1]`: 1 where a token's sources are all within a factor of two in size, else 0."""
+    return (rstd.amax(1) <= 2 * rstd.amin(1)).to(rstd.dtype)
 
 
 def _softmax_backward(weights: Tensor, pairs: Tensor) -> Tensor:

@@ -170,12 +170,12 @@ def _norm_gradients(g, h, w, rho_beta, at, query):
 
 
 @triton.jit
-def _gradients(v, g, key, dv, dkey, ae, f, e_sum, count, present, query, source, panel):
+def _gradients(v, g, key, dv, dkey, ae, f, alike, e_sum, count, present, query, source, panel):
     """A token's part of the sources' gradients on top of dv [N, C], and of the keys' on top of dkey [S, C]."""
     dv -= tl.load(f + source, mask=present, other=0.0)[:, None] * v
     v0 = row_of(v, source == 0)
     dkey += tl.load(e_sum + query)[:, None] * v0[None, :]
-    v -= v0[None, :]
+    v -= (tl.load(alike) * v0)[None, :]
     for j in tl.range(0, count, disable_licm=True):
         here = source == j
         a = tl.load(ae + 2 * j * panel.queries + query)
@@ -261,8 +261,11 @@ def _attn_res_inter_backward_slices(
         if existing is not None:
             old = _contiguous_rows(existing.pointers, tl.load(olds + source), at, panel.dim, existing.alignment)
             dv = load_tile(old, columns, in_sources & chosen(added, source)[:, None], formula.dtype)
-        e_sum = terms.e_sum + (at * groups + group) * panel.queries
-        dv, dkey = _gradients(v, g, key, dv, dkey, ae, terms.f + entry, e_sum, count, present, query, source, panel)
+        place = at * groups + group
+        alike, e_sum = terms.alike + place, terms.e_sum + place * panel.queries
+        dv, dkey = _gradients(
+            v, g, key, dv, dkey, ae, terms.f + entry, alike, e_sum, count, present, query, source, panel
+        )
         out = _contiguous_rows(dsources, tl.load(outputs + source), at, panel.dim, 16)
         stored = in_sources & chosen(wanted, source)[:, None]
         tl.store(out[:, None] + columns[None, :], dv.to(dsources[0].dtype.element_ty), mask=stored)
@@ -356,7 +359,9 @@ def _terms_of_groups(work: Work, products: Products) -> tuple[Terms, Tensor | No
     for term, values in ((terms.ae[:, :, 0], a), (terms.ae[:, :, 1], e)):
         term.zero_()[:, :, :queries] = values
     for number, (start, stop) in enumerate(groups):
-        terms.e_sum[:, number].zero_()[:, :queries] = e[:, start:stop].sum(1)
+        largest, smallest = r[:, start:stop].amax(1), r[:, start:stop].amin(1)
+        alike = terms.alike[:, number].copy_(largest <= 2 * smallest)
+        terms.e_sum[:, number].zero_()[:, :queries] = alike[:, None] * e[:, start:stop].sum(1)
     terms.f.copy_((ds * score).sum(2) * r * r / width)
     return terms, rho_beta
 

@@ -21,7 +21,8 @@ class Terms(NamedTuple):
 
     ae: Tensor  # [X, N, 2, S]
     f: Tensor  # [X, N]
-    e_sum: Tensor  # [X, G, S], over the sources of one launch
+    alike: Tensor  # [X, G]: z, for the sources of one launch
+    e_sum: Tensor  # [X, G, S]: z times the sum over them
 
 
 class Targets(NamedTuple):
@@ -58,7 +59,7 @@ def load_pairs(pairs, place, source, query, present, answered):
 
 @triton.jit
 def _store_terms(p, score, r, dlse, terms, entry, present, query, source, panel, formula):
-    """From p_sj - p_s0 [S, N] the terms that begin at `entry`; returns their e_sum [S]."""
+    """From p_sj - p_s0 [S, N] the terms that begin at `entry`; returns the sum of their e over j [S]."""
     a = _weights_of(score)
     ds = a * (p - tl.sum(a * p, axis=1)[:, None])
     ds -= a * tl.sum(ds, axis=1)[:, None]
@@ -76,6 +77,14 @@ def _store_terms(p, score, r, dlse, terms, entry, present, query, source, panel,
 
 
 @triton.jit
+def _alike(r, present):
+    """1 where the root mean squares of all sources are within a factor of two, else 0."""
+    largest = tl.max(tl.where(present, r, 0.0), axis=0)
+    smallest = tl.min(tl.where(present, r, float("inf")), axis=0)
+    return tl.where(largest <= 2 * smallest, 1.0, 0.0).to(r.dtype)
+
+
+@triton.jit
 def make_terms(p, terms, scores, rstd, grad_lse, entry, at, T, count, query, source, answered, present, panel, formula):
     """The terms of one entry, a token or the program that is at it, where all sources are in one launch."""
     score, r = _load_scores(scores, rstd, count, present, answered, query, source, at, T)
@@ -83,7 +92,9 @@ def make_terms(p, terms, scores, rstd, grad_lse, entry, at, T, count, query, sou
     if grad_lse is not None:
         dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
     e_sum = _store_terms(p, score, r, dlse, terms, entry * count, present, query, source, panel, formula)
-    tl.store(terms.e_sum + entry * panel.queries + query, e_sum)
+    alike = _alike(r, present)
+    tl.store(terms.alike + entry, alike)
+    tl.store(terms.e_sum + entry * panel.queries + query, alike * e_sum)
 
 
 @triton.jit
@@ -144,6 +155,7 @@ class Work:
         return Terms(
             self.keys.new_empty(entries, sources, 2, queries),
             self.keys.new_empty(entries, sources),
+            self.keys.new_empty(entries, launches),
             self.keys.new_empty(entries, launches, queries),
         )
 

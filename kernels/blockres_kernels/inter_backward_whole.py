@@ -33,23 +33,22 @@ def _norm_gradients(g, h, w, VECTOR: tl.constexpr, dim, eps):
 
 
 @triton.jit
-def _store_pairs(pairs, g, differences, count, slots, asked, panel):
+def _store_pairs(pairs, g, v, count, slots, asked, panel):
     """<g_s, v_j - v_0> for j > 0 into [N, S]."""
     if len(slots) > 1:
         for s in tl.static_range(len(asked)):
-            sums = sums_of([within_lanes(g[s] * differences[j], panel.vector) for j in slots[1:]])
+            sums = sums_of([within_lanes(g[s] * (v[j] - v[0]), panel.vector) for j in slots[1:]])
             for j in tl.static_range(1, len(slots)):
                 tl.store(pairs + j * panel.queries + s, sums[j - 1], mask=count > j)
 
 
 @triton.jit
-def _store_gradients(
-    targets, at, g, v0, differences, dkey, keys, terms, entry, columns, inside, count, slots, asked, panel, formula
-):
+def _store_gradients(targets, at, g, v, dkey, keys, terms, entry, columns, inside, count, slots, asked, panel, formula):
     """The gradients of a token's sources; dkey with what the token adds to it is returned."""
     existing, dsources, wanted, added = targets
     place = entry * count
     e_sum = terms.e_sum + entry * panel.queries
+    alike = tl.load(terms.alike + entry)
     for j in tl.static_range(len(slots)):
         exists = count > j
         a_row = terms.ae + (place + j) * (2 * panel.queries)
@@ -59,15 +58,15 @@ def _store_gradients(
             old = existing.pointers[j] + at * panel.dim + columns
             dv = tl.load(old, mask=inside & exists & chosen(added, j), other=0.0).to(formula.dtype)
         f = tl.load(terms.f + place + j, mask=exists, other=0.0)
-        dv -= f * (v0 if j == 0 else differences[j] + v0)
+        dv -= f * v[j]
         for s in tl.static_range(len(asked)):
             a = tl.load(a_row + s, mask=exists, other=0.0)
             e = tl.load(e_row + s, mask=exists, other=0.0)
             dv += a * g[s] + e * tl.load(keys + s * panel.dim + columns, mask=inside, other=0.0)
+        own = v[j] - alike * v[0]
+        dkey = [dkey[s] + tl.load(e_row + s, mask=exists, other=0.0) * own for s in asked]
         if j == 0:
-            dkey = [dkey[s] + tl.load(e_sum + s) * v0 for s in asked]
-        else:
-            dkey = [dkey[s] + tl.load(e_row + s, mask=exists, other=0.0) * differences[j] for s in asked]
+            dkey = [dkey[s] + tl.load(e_sum + s) * v[0] for s in asked]
         stored = inside & exists & chosen(wanted, j)
         tl.store(dsources[j] + at * panel.dim + columns, dv.to(dsources[0].dtype.element_ty), mask=stored)
     return dkey
@@ -118,14 +117,12 @@ def _attn_res_inter_backward_whole(
         ]
         place = locate(grads, token)
         g = [tl.load(row_pointer(grads, s, place) + columns, mask=inside, other=0.0).to(formula.dtype) for s in asked]
-        v0 = v[0]
         if norm_weight is not None:
             h = _first_mixture(v, scores, count, at, T, slots)
             w = tl.load(norm_weight + columns, mask=inside, other=0.0).to(formula.dtype)
             first, dnorm_part = _norm_gradients(g[0], h, w, panel.vector, panel.dim, formula.norm_eps)
             dnorm += dnorm_part
             g = [first] + g[1:]
-        v = [v[j] - v0 for j in slots]
         place = program * count
         _store_pairs(pairs + place * panel.queries, g, v, count, slots, asked, panel)
         tl.debug_barrier()
@@ -135,7 +132,7 @@ def _attn_res_inter_backward_whole(
         )
         tl.debug_barrier()
         dkey = _store_gradients(
-            targets, at, g, v0, v, dkey, keys, terms, program, columns, inside, count, slots, asked, panel, formula
+            targets, at, g, v, dkey, keys, terms, program, columns, inside, count, slots, asked, panel, formula
         )
         tl.debug_barrier()
     for s in tl.static_range(QUERIES):

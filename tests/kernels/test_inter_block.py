@@ -220,6 +220,15 @@ def test_sources_of_zeros_and_of_the_largest_halves(device):
         assert all(x.isfinite().all() for x in results)
 
 
+@pytest.mark.parametrize("sizes", [(0.02, 1, 10), (50, 0.5, 0.5), (1e-3, 1e3, 1e-3), (1e3, 1e-3, 1e-3)])
+@pytest.mark.parametrize(("sources", "queries"), [(3, 3), (3, 32), (36, 2)])
+def test_sources_of_very_different_size(sources, queries, sizes, device):
+    """As an embedding and the blocks after it are."""
+    problem = random_phase1(sources, queries, (8, 128), device, existing=False)
+    scaled = [x * sizes[j % 3] for j, x in enumerate(problem.sources)]
+    assert_close(dataclasses.replace(problem, sources=scaled))
+
+
 def test_every_way_through_the_kernels_is_taken_by_the_cases_here():
     """(forward reads sources once, backward reads everything once) for the cases of this file."""
     ways = []

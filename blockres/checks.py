@@ -114,8 +114,8 @@ def writable(name: str, value: Tensor, bank: Tensor) -> None:
             f"the rows of {name} overlap and cannot be written, got shape {tuple(value.shape)} with strides "
             f"{tuple(value.stride())}"
         )
-    if torch.compiler.is_compiling() or value.is_meta or not value.numel():
-        return
+    if torch.compiler.is_compiling() or value.is_meta or not value.numel() or not value.data_ptr():
+        return  # there is no memory to compare: a fake tensor has the address 0
     offset, stride = value.data_ptr() - bank.data_ptr(), bank.stride(0) * bank.element_size()
     if any(offset == slot * stride for slot in range(len(bank))):
         raise ValueError(f"{name} is one of the slots that are read; give a slot past them, or memory of its own")

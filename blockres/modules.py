@@ -266,7 +266,8 @@ class BlockAttnRes(nn.Module):
         """The aggregation with this global index.
 
         Raises:
-            ValueError: where another part of the network owns it.
+            ValueError: where another part of the network owns it, or it has forward hooks, which no stream runs.
+            TypeError: where its parameters are sharded.
         """
         if str(index) not in self.aggregations:
             raise ValueError(
@@ -275,6 +276,7 @@ class BlockAttnRes(nn.Module):
             )
         aggregation = self.aggregations[str(index)]
         assert isinstance(aggregation, AttnRes)
+        _check_readable(index, aggregation)
         return aggregation
 
     def _check_width(self, embedding: Tensor | None, sources: Sequence[Tensor] | None, partial: Tensor | None) -> None:
@@ -303,6 +305,20 @@ class BlockAttnRes(nn.Module):
         return (
             f"{self.dim}, num_sublayers={self.num_sublayers}, sublayers_per_block={self.sublayers_per_block}, "
             f"start={self.start}, stop={self.stop}"
+        )
+
+
+def _check_readable(index: int, aggregation: AttnRes) -> None:
+    """Streams read parameters and do not call aggregations: what is to happen at a call would not."""
+    if hasattr(aggregation.query, "to_local"):
+        raise TypeError(
+            f"the parameters of aggregation {index} are sharded (a DTensor): FSDP2 gathers them around the forward of "
+            "the module that it wraps; wrap one whose forward runs the stream"
+        )
+    if aggregation._forward_hooks or aggregation._forward_pre_hooks:
+        raise ValueError(
+            f"aggregation {index} has forward hooks (of FSDP2 or weight_norm, perhaps), which a stream does not run: "
+            "put them on a module whose forward runs the stream; torch.nn.utils.parametrize works without"
         )
 
 

@@ -25,8 +25,8 @@ def norm_arguments(norm: Norm | None, dim: int, dtype: torch.dtype) -> tuple[Ten
             f"the norm fused into an aggregation is an nn.RMSNorm or a tuple (weight, eps), got {type(norm).__name__}; "
             f"apply any other norm to what read() returns"
         )
-    if norm._forward_hooks or norm._forward_pre_hooks:
-        raise ValueError("the norm has forward hooks, which a fused one does not run: apply it to what read() returns")
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        raise ValueError("the norm has hooks, which a fused one does not run: apply it to what read() returns")
     if norm.weight is None or tuple(norm.normalized_shape) != (dim,):
         raise ValueError(
             f"the norm fused into an aggregation has a weight [{dim}], got {norm}; apply it to what read() returns"

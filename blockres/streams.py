@@ -94,6 +94,7 @@ class BlockStream(Stream):
         self._dtype = sources[0].dtype
         self._phase1: dict[int, _Answer] | None = None  # by aggregation; None until the block is opened
         self._recomputed: _RecomputedOutputs | None = None
+        self._differentiable = False  # whether phase 1 was run with gradients
 
     def read(self, norm: Norm | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """The next sublayer's input `[..., D]`; after the last sublayer, the network's output state.
@@ -103,7 +104,7 @@ class BlockStream(Stream):
         is returned may share memory with them: it must not be changed in place.
         """
         aggregation = self._residual.aggregation(self.position)
-        if self._phase1 is None:
+        if self._phase1 is None or (torch.is_grad_enabled() and not self._differentiable):
             self._open(norm, out_dtype)
         assert self._phase1 is not None
         if self.position not in self._phase1:
@@ -161,15 +162,17 @@ class BlockStream(Stream):
         """
         end = (self.position // self._size + 1) * self._size
         indices = [index for index in range(self.position, end) if str(index) in self._residual.aggregations]
-        direct = len(indices) == 1 or (len(self._sources) == 1 and not torch.is_grad_enabled())
+        self._differentiable = torch.is_grad_enabled()
+        direct = len(indices) == 1 or (len(self._sources) == 1 and not self._differentiable)
         self._phase1 = {} if direct else self._run_phase1(indices, norm, out_dtype)
 
     def _run_phase1(self, indices: list[int], norm: Norm | None, out_dtype: torch.dtype | None) -> dict[int, "_Answer"]:
         owned = [self._residual.aggregation(index) for index in indices]
         _check_alike(owned)
-        queries = torch.stack([aggregation.query for aggregation in owned])
         weights = [aggregation.key_weight for aggregation in owned if aggregation.key_weight is not None]
-        key_weights = torch.stack(weights) if weights else None
+        with torch.autocast(self._sources[0].device.type, enabled=False):  # which may refuse to stack the other half
+            queries = torch.stack([aggregation.query for aggregation in owned])
+            key_weights = torch.stack(weights) if weights else None
         norm_weight, norm_eps = norm_arguments(norm, self._residual.dim, self._dtype)
         settings: dict[str, Any] = {
             "eps": owned[0].eps,

@@ -44,6 +44,17 @@ def test_float32_errors(name, common, tokens, width):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("sizes", [(0.02, 1, 10), (50, 0.5, 0.5), (1e-3, 1e3, 1e-3), (1e3, 1e-3, 1e-3)])
+def test_rows_of_very_different_size(name, sizes):
+    """As an embedding and the blocks after it are. Beside a large row a norm's gradient is ill-conditioned: without."""
+    call, scales = make_call(name, (100, 256), norm=False), iter(sizes)
+    leaves = [leaf * next(scales) if leaf.shape == (100, 256) else leaf for leaf in call.leaves]
+    got, got_grads, want, want_grads = compare(call.with_leaves([leaf.detach().requires_grad_() for leaf in leaves]))
+    for g, w in zip([*got, *got_grads], [*want, *want_grads], strict=True):
+        assert relative_error(g, w) <= 2e-6
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("common", [0.0, 10.0])
 def test_narrow_errors(name, dtype, common):

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -296,6 +297,48 @@ def test_without_gradients_the_stream_reads_the_same():
     torch.testing.assert_close(inferred, with_gradients, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("frozen", [1, 3, 4, 5, 8])
+def test_gradients_that_are_turned_on_within_a_block(frozen, recompute):
+    """The lowest sublayers run without gradients; what is trained is as if the frozen part's outputs were given."""
+    residual, sublayers, norms = network(9, 4, recompute=recompute)
+    embedding = torch.randn(TOKENS, DIM, dtype=torch.float64)
+    stream = residual.stream(embedding)
+    with torch.no_grad():
+        run_stream(stream, sublayers[:frozen], norms[:frozen])
+        if frozen % 4:
+            stream.read(norms[frozen])  # opens phase 1 for a read that is trained, too
+        sources, partial = stream.state()
+    got = run_rest(stream, sublayers[frozen:], norms[frozen:])
+    rebuilt = BlockAttnRes(DIM, 9, 4, start=frozen, stop=9, dtype=torch.float64)
+    rebuilt.aggregations.update({name: residual.aggregations[name] for name in rebuilt.aggregations})
+    want = run_rest(rebuilt.stream(sources=sources, partial=partial), sublayers[frozen:], norms[frozen:])
+    assert_same_gradients([got], [want], list(rebuilt.parameters()))
+
+
+def run_rest(stream, sublayers, norms):
+    run_stream(stream, sublayers, norms[:-1])
+    return stream.read(norms[-1])
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_to_the_other_half_changes_nothing(half):
+    residual = BlockAttnRes(8, 5, 2, dtype=half)
+    embedding = torch.randn(3, 8).to(half)
+    want = residual(embedding, [torch.tanh] * 5)
+    other = torch.float16 if half == torch.bfloat16 else torch.bfloat16
+    with torch.autocast("cpu", other):
+        assert torch.equal(residual(embedding, [torch.tanh] * 5), want)
+
+
+@pytest.mark.parametrize("gradients", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_fake_tensors(gradients):
+    with FakeTensorMode(), gradients():
+        residual = BlockAttnRes(8, 5, 2)
+        out = residual(torch.randn(3, 8), [torch.tanh] * 5)
+        assert out.shape == (3, 8)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [1, 2, None])
 def test_a_norm_without_eps_has_the_eps_that_it_has_alone(dtype, size):
@@ -341,6 +384,11 @@ def test_forward_with_norms_is_the_stream_with_norms():
     torch.testing.assert_close(residual(x, sublayers, norms[:-1]), stream.read(), rtol=0, atol=0)
 
 
+def watched(module):
+    module.register_full_backward_hook(lambda *_: None)
+    return module
+
+
 def hooked(module):
     module.register_forward_hook(lambda *_: None)
     return module
@@ -366,7 +414,12 @@ def hooked(module):
         (lambda: BlockAttnRes(16385, 4, 2), "at most 16384, got 16385"),
         (lambda: BlockAttnRes(8, 4, 2, eps=-1.0), "eps must be a positive number, got -1.0"),
         (lambda: AttnRes(8, scale=float("nan")), "scale must be a finite number, got nan"),
-        (lambda: AttnRes(8)([torch.ones(1, 8)], norm=hooked(nn.RMSNorm(8))), "has forward hooks"),
+        (lambda: AttnRes(8)([torch.ones(1, 8)], norm=hooked(nn.RMSNorm(8))), "has hooks"),
+        (lambda: AttnRes(8)([torch.ones(1, 8)], norm=watched(nn.RMSNorm(8))), "has hooks"),
+        (
+            lambda: BlockAttnRes(8, 2, 2).apply(hooked).stream(torch.ones(1, 8)).read(),
+            "aggregation 0 has forward hooks",
+        ),
         (
             lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 4, [None] * 3),
             "got 4 sublayers and 3 norms",

@@ -223,8 +223,8 @@ def test_sources_of_zeros_and_of_the_largest_halves(device):
 @pytest.mark.parametrize("sizes", [(0.02, 1, 10), (50, 0.5, 0.5), (1e-3, 1e3, 1e-3), (1e3, 1e-3, 1e-3)])
 @pytest.mark.parametrize(("sources", "queries"), [(3, 3), (3, 32), (36, 2)])
 def test_sources_of_very_different_size(sources, queries, sizes, device):
-    """As an embedding and the blocks after it are."""
-    problem = random_phase1(sources, queries, (8, 128), device, existing=False)
+    """As an embedding and the blocks after it are. Beside a large row a norm's gradient is ill-conditioned: without."""
+    problem = random_phase1(sources, queries, (8, 128), device, existing=False, norm=False)
     scaled = [x * sizes[j % 3] for j, x in enumerate(problem.sources)]
     assert_close(dataclasses.replace(problem, sources=scaled))
 

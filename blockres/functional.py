@@ -119,7 +119,7 @@ def attn_res_inter_chained(
 
     Returns:
         S outputs `[..., D]`, S lse `[...]`, and the N sources, in the memory of those given. Outputs and lse are slices
-        of one tensor each; the gradients of the slices are never stacked.
+        of one tensor each; the gradients of the outputs are never stacked.
     """
     sources, *settings, out_dtype = _inter_arguments(
         sources, queries, key_weights, eps, scale, norm_weight, norm_eps, out_dtype
@@ -289,7 +289,15 @@ def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The elements of all tensors, one tensor after the other, in one flat buffer of `dtype`. Not differentiable.
 
     The tensors are on one device; each is read once, with the cast on the way.
+
+    Raises:
+        TypeError: for anything but a dense tensor of float32, bfloat16, float16 or float64.
+        ValueError: without a tensor.
     """
+    if not tensors:
+        raise ValueError("pack takes at least one tensor: the buffer is made where the first one is")
+    for j, tensor in enumerate(tensors):
+        checks.tensor(f"tensor {j}", tensor)
     return _implementation(tensors[0]).pack(tensors, dtype)
 
 
@@ -299,7 +307,7 @@ def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[tor
 
 
 def _implementation(tensor: Tensor):
-    return ops.kernels() if tensor.is_cuda else ops.cpu
+    return ops.kernels() if tensor.is_cuda else cpu
 
 
 def _inter_arguments(

@@ -221,8 +221,8 @@ class BlockStream(Stream):
 class _Answer(NamedTuple):
     """What phase 1 leaves to a query's merge: its output `[..., D]` and lse `[...]`, and its own row of the parameters.
 
-    These are rows of the tensors that phase 1 read: the gradients of both phases meet there, in one add for the block
-    instead of one for every aggregation.
+    Query and key weight are rows of the stacks that phase 1 read: the gradients of both phases meet there, in one add
+    for the block instead of one for every aggregation.
     """
 
     output: Tensor

@@ -170,12 +170,12 @@ def _norm_gradients(g, h, w, rho_beta, at, query):
 
 
 @triton.jit
-def _gradients(v, g, key, dv, dkey, ae, f, alike, e_sum, count, present, query, source, panel):
+def _gradients(v, g, key, dv, dkey, ae, f, common, count, present, query, source, panel):
     """A token's part of the sources' gradients on top of dv [N, C], and of the keys' on top of dkey [S, C]."""
     dv -= tl.load(f + source, mask=present, other=0.0)[:, None] * v
-    v0 = row_of(v, source == 0)
-    dkey += tl.load(e_sum + query)[:, None] * v0[None, :]
-    v -= (tl.load(alike) * v0)[None, :]
+    center = row_of(v, source == 0) * tl.load(common + panel.queries)
+    dkey += tl.load(common + query)[:, None] * center[None, :]
+    v -= center[None, :]
     for j in tl.range(0, count, disable_licm=True):
         here = source == j
         a = tl.load(ae + 2 * j * panel.queries + query)
@@ -246,7 +246,6 @@ def _attn_res_inter_backward_slices(
         )
         grad_row = row_pointers(grads, tl.load(gradients + query), strides_of(grads, query, True), token)
         g = load_tile(grad_row, columns, in_grads, formula.dtype)
-        key = load_tile(key_row, columns, in_grads, formula.dtype)
         entry = at * total + first
         ae = terms.ae + entry * (2 * panel.queries)
         if norm_weight is not None:
@@ -261,11 +260,9 @@ def _attn_res_inter_backward_slices(
         if existing is not None:
             old = _contiguous_rows(existing.pointers, tl.load(olds + source), at, panel.dim, existing.alignment)
             dv = load_tile(old, columns, in_sources & chosen(added, source)[:, None], formula.dtype)
-        place = at * groups + group
-        alike, e_sum = terms.alike + place, terms.e_sum + place * panel.queries
-        dv, dkey = _gradients(
-            v, g, key, dv, dkey, ae, terms.f + entry, alike, e_sum, count, present, query, source, panel
-        )
+        common = terms.common + (at * groups + group) * (2 * panel.queries)
+        key = load_tile(key_row, columns, in_grads, formula.dtype)
+        dv, dkey = _gradients(v, g, key, dv, dkey, ae, terms.f + entry, common, count, present, query, source, panel)
         out = _contiguous_rows(dsources, tl.load(outputs + source), at, panel.dim, 16)
         stored = in_sources & chosen(wanted, source)[:, None]
         tl.store(out[:, None] + columns[None, :], dv.to(dsources[0].dtype.element_ty), mask=stored)
@@ -360,8 +357,9 @@ def _terms_of_groups(work: Work, products: Products) -> tuple[Terms, Tensor | No
         term.zero_()[:, :, :queries] = values
     for number, (start, stop) in enumerate(groups):
         largest, smallest = r[:, start:stop].amax(1), r[:, start:stop].amin(1)
-        alike = terms.alike[:, number].copy_(largest <= 2 * smallest)
-        terms.e_sum[:, number].zero_()[:, :queries] = alike[:, None] * e[:, start:stop].sum(1)
+        alike = (largest <= 2 * smallest).to(r.dtype)[:, None]
+        terms.common[:, number, 0].zero_()[:, :queries] = e[:, start:stop].sum(1)
+        terms.common[:, number, 1] = alike
     terms.f.copy_((ds * score).sum(2) * r * r / width)
     return terms, rho_beta
 

@@ -21,8 +21,7 @@ class Terms(NamedTuple):
 
     ae: Tensor  # [X, N, 2, S]
     f: Tensor  # [X, N]
-    alike: Tensor  # [X, G]: z, for the sources of one launch
-    e_sum: Tensor  # [X, G, S]: z times the sum over them
+    common: Tensor  # [X, G, 2, S], of the sources of one launch: the sum of their e_s, and z
 
 
 class Targets(NamedTuple):
@@ -93,8 +92,9 @@ def make_terms(p, terms, scores, rstd, grad_lse, entry, at, T, count, query, sou
         dlse = tl.load(grad_lse + tl.cast(query, tl.int64) * T + at, mask=answered, other=0.0)
     e_sum = _store_terms(p, score, r, dlse, terms, entry * count, present, query, source, panel, formula)
     alike = _alike(r, present)
-    tl.store(terms.alike + entry, alike)
-    tl.store(terms.e_sum + entry * panel.queries + query, alike * e_sum)
+    common = terms.common + entry * (2 * panel.queries) + query
+    tl.store(common, e_sum)
+    tl.store(common + panel.queries, tl.zeros_like(e_sum) + alike)
 
 
 @triton.jit
@@ -155,8 +155,7 @@ class Work:
         return Terms(
             self.keys.new_empty(entries, sources, 2, queries),
             self.keys.new_empty(entries, sources),
-            self.keys.new_empty(entries, launches),
-            self.keys.new_empty(entries, launches, queries),
+            self.keys.new_empty(entries, launches, 2, queries),
         )
 
     def sums(self, launches: int, programs: int) -> tuple[Tensor, Tensor | None]:

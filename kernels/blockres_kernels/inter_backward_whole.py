@@ -47,26 +47,23 @@ def _store_gradients(targets, at, g, v, dkey, keys, terms, entry, columns, insid
     """The gradients of a token's sources; dkey with what the token adds to it is returned."""
     existing, dsources, wanted, added = targets
     place = entry * count
-    e_sum = terms.e_sum + entry * panel.queries
-    alike = tl.load(terms.alike + entry)
+    common = terms.common + entry * (2 * panel.queries)
+    center = v[0] * tl.load(common + panel.queries)
     for j in tl.static_range(len(slots)):
         exists = count > j
         a_row = terms.ae + (place + j) * (2 * panel.queries)
         e_row = a_row + panel.queries
-        dv = tl.zeros([panel.columns], formula.dtype)
-        if existing is not None:
-            old = existing.pointers[j] + at * panel.dim + columns
-            dv = tl.load(old, mask=inside & exists & chosen(added, j), other=0.0).to(formula.dtype)
-        f = tl.load(terms.f + place + j, mask=exists, other=0.0)
-        dv -= f * v[j]
+        dv = v[j] * -tl.load(terms.f + place + j, mask=exists, other=0.0)
         for s in tl.static_range(len(asked)):
             a = tl.load(a_row + s, mask=exists, other=0.0)
             e = tl.load(e_row + s, mask=exists, other=0.0)
             dv += a * g[s] + e * tl.load(keys + s * panel.dim + columns, mask=inside, other=0.0)
-        own = v[j] - alike * v[0]
-        dkey = [dkey[s] + tl.load(e_row + s, mask=exists, other=0.0) * own for s in asked]
+        if existing is not None:
+            old = existing.pointers[j] + at * panel.dim + columns
+            dv += tl.load(old, mask=inside & exists & chosen(added, j), other=0.0).to(formula.dtype)
         if j == 0:
-            dkey = [dkey[s] + tl.load(e_sum + s) * v[0] for s in asked]
+            dkey = [dkey[s] + tl.load(common + s) * center for s in asked]
+        dkey = [dkey[s] + tl.load(e_row + s, mask=exists, other=0.0) * (v[j] - center) for s in asked]
         stored = inside & exists & chosen(wanted, j)
         tl.store(dsources[j] + at * panel.dim + columns, dv.to(dsources[0].dtype.element_ty), mask=stored)
     return dkey

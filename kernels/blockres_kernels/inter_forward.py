@@ -8,8 +8,8 @@ Letters: N sources, S queries, T tokens, D hidden size. For a token:
 
 Where the N rows of a token fit into the registers of one program (`held`), each is read once: the queries come by one
 or two at a time, each needing one reduction over D for its N scores and none for its mixture. Where they do not
-(`twice`), a warp walks over D with all scores of its token in registers, as tiles [S, C] against single rows [C], and a
-second time for the mixtures. The first output, where it is to be normalised, then waits in a float32 row per program.
+(`twice`), a warp or two walk over D with all scores of a token in registers, as tiles [S, C] against single rows [C],
+and a second time for the mixtures. The first output, where it is to be normalised, waits in a row for each program.
 
 Above `launch.MAX_SOURCES` sources, launches carry their mixtures and `lse` to the next in the compute dtype.
 """
@@ -162,6 +162,9 @@ def _as_tile(pairs, slots, query, source, dtype):
     for i in tl.static_range(len(slots)):
         tile = tl.where((source == slots[i])[None, :], tl.sum(pairs[i], axis=1)[:, None], tile)
     return tile
+
+
+_NORM_WIDTH = 512  # columns at a time of a row that is normalised at the end: 16 bytes a lane and more
 
 
 @triton.jit
@@ -378,7 +381,7 @@ def _read_twice(
             constants(plan.panel),
             constants(formula),
             uniform(group),
-            512,
+            _NORM_WIDTH,
             **launch.options(plan.panel_warps),
         )
         carry = target

@@ -36,7 +36,7 @@ def groups(sources: int) -> list[tuple[int, int]]:
 
 
 def lanes() -> int:
-    """Threads of a warp."""
+    """Threads of a warp: under HIP those of CDNA, which is all that `bench.resources` compiles for."""
     return 64 if torch.version.hip else 32
 
 
@@ -47,7 +47,18 @@ def options(warps: int) -> dict[str, int]:
 
 
 def persistent(tokens: int, resident: int, device: torch.device) -> int:
+    """Programs that stride over the tokens: as many as run at a time.
+
+    Their loops over tokens say `disable_licm` where compilers would otherwise bring what is the same for every token,
+    keys and addresses above all, into registers before the loop, and keep it there.
+    """
     return min(tokens, multiprocessors(device) * resident)
+
+
+def persistent_with_sums(tokens: int, resident: int, device: torch.device) -> int:
+    """As `persistent`, for programs that leave a row of sums: beyond one a multiprocessor, each for 16 tokens."""
+    processors = multiprocessors(device)
+    return min(tokens, max(processors, min(processors * resident, tokens // 16)))
 
 
 # --- one aggregation -------------------------------------------------------------------------------------------------
@@ -224,12 +235,6 @@ def attn_res_merge_backward(dim: int, itemsizes: tuple[int, ...], norm: bool, la
     piece = min(columns, threads * 16 // narrowest)
     tiles = Tile(dim, columns, (0,)), Tile(dim, piece, (0,))
     return MergeBackward(*tiles, slices, threads // lanes, 256 // threads)
-
-
-def persistent_with_sums(tokens: int, resident: int, device: torch.device) -> int:
-    """Programs that stride over the tokens: as many as run at a time, but no row of sums for less than 16 tokens."""
-    processors = multiprocessors(device)
-    return min(tokens, max(processors, min(processors * resident, tokens // 16)))
 
 
 # --- phase 1 ---------------------------------------------------------------------------------------------------------

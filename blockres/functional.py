@@ -8,6 +8,10 @@ All functions compute in float32 (float64 where a source is float64), whatever t
 results, and round once. `torch.autocast` changes nothing here: dtypes are as given. CPU tensors go through
 `blockres.cpu`, CUDA tensors through the Triton kernels of `blockres_kernels`. Gradients exist for every tensor
 argument but those of `attn_res_step`, in reverse mode and once; `torch.compile` takes all functions whole.
+
+A kernel is compiled for a width, dtypes, a number of queries and a bucket of numbers of sources, and for `eps`, `scale`
+and `norm_eps`, which are constants in it: to change a scale from step to step, scale the query. The number of tokens
+does not matter.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,8 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.forward_ad import unpack_dual
 
 MAX_WIDTH = 16384
@@ -114,11 +115,16 @@ def writable(name: str, value: Tensor, bank: Tensor) -> None:
             f"the rows of {name} overlap and cannot be written, got shape {tuple(value.shape)} with strides "
             f"{tuple(value.stride())}"
         )
-    if torch.compiler.is_compiling() or value.is_meta or not value.numel() or not value.data_ptr():
-        return  # there is no memory to compare: a fake tensor has the address 0
+    if torch.compiler.is_compiling() or value.is_meta or isinstance(value, FakeTensor) or not value.numel():
+        return  # there is no memory to compare
     offset, stride = value.data_ptr() - bank.data_ptr(), bank.stride(0) * bank.element_size()
     if any(offset == slot * stride for slot in range(len(bank))):
         raise ValueError(f"{name} is one of the slots that are read; give a slot past them, or memory of its own")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is to happen at a call of the module that nothing else would do."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def integers(**sizes: Any) -> None:

@@ -61,7 +61,10 @@ def attn_res_backward(
     norm_eps: float,
     needs_grad: Sequence[bool],
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Gradients of the sources, of query, key weight and norm weight, in their dtypes; `(0,)` where not needed."""
+    """Gradients of the sources, of query, key weight and norm weight, in their dtypes.
+
+    `(0,)` for a source that needs none, and for a parameter that is not given.
+    """
     dsources, dkeys, dgain = _backward(
         [grad_out],
         _one(grad_lse),
@@ -125,7 +128,9 @@ def attn_res_inter_backward(
     needs_grad: Sequence[bool],
     accumulate: Sequence[Tensor | None],
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Gradients of the sources, of queries, key weights and norm weight, in their dtypes; `(0,)` where not needed.
+    """Gradients of the sources, of queries, key weights and norm weight, in their dtypes.
+
+    `(0,)` for a source that needs none, and for a parameter that is not given.
 
     Args:
         grad_outputs: S tensors `[..., D]`, as a sequence or stacked.

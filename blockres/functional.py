@@ -11,7 +11,7 @@ argument but those of `attn_res_step`, in reverse mode and once; `torch.compile`
 
 A kernel is compiled for a width, dtypes, a number of queries and a bucket of numbers of sources, and for `eps`, `scale`
 and `norm_eps`, which are constants in it: to change a scale from step to step, scale the query. The number of tokens
-does not matter.
+does not matter where rows are contiguous; `pack` is compiled twice, for sizes that are multiples of 16 and for others.
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,8 @@ def attn_res_inter_chained(
     sources, *settings, out_dtype = _inter_arguments(
         sources, queries, key_weights, eps, scale, norm_weight, norm_eps, out_dtype
     )
-    if not (torch.is_grad_enabled() and any(source.requires_grad for source in sources)):
+    inputs = (*sources, queries, key_weights, norm_weight)
+    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)):
         outputs, lse, _, _ = ops.attn_res_inter_forward(
             sources, queries, key_weights, norm_weight, *settings, out_dtype
         )

@@ -176,14 +176,17 @@ class BlockAttnRes(nn.Module):
         and allocates nothing; see `Bank` for how long what it returns is valid.
 
         Raises:
-            TypeError: where what is given is no tensor of float32, bfloat16, float16 or float64.
-            ValueError: where it is not `dim` wide; where the number of sources, or whether there is a partial, is not
-                what sublayer `start` finds; where the stream does not fit into the bank.
+            TypeError: where what is given is no tensor of float32, bfloat16, float16 or float64, or parameters are
+                sharded.
+            ValueError: where it is not `dim` wide; where an aggregation has hooks, which no stream runs; where the
+                number of sources, or whether there is a partial, is not what sublayer `start` finds; where the stream
+                does not fit into the bank.
             RuntimeError: with a bank where gradients are on.
         """
         if (embedding is None) == (sources is None) or (embedding is not None and partial is not None):
             raise ValueError("give either the embedding, or the sources (and the partial, where a block is open)")
         self._check_width(embedding, sources, partial)
+        _check_readable(self.aggregations)
         if self.sublayers_per_block is None:
             state = embedding if embedding is not None else partial
             if state is None or sources:
@@ -266,8 +269,7 @@ class BlockAttnRes(nn.Module):
         """The aggregation with this global index.
 
         Raises:
-            ValueError: where another part of the network owns it, or it has forward hooks, which no stream runs.
-            TypeError: where its parameters are sharded.
+            ValueError: where another part of the network owns it.
         """
         if str(index) not in self.aggregations:
             raise ValueError(
@@ -276,7 +278,6 @@ class BlockAttnRes(nn.Module):
             )
         aggregation = self.aggregations[str(index)]
         assert isinstance(aggregation, AttnRes)
-        _check_readable(index, aggregation)
         return aggregation
 
     def _check_width(self, embedding: Tensor | None, sources: Sequence[Tensor] | None, partial: Tensor | None) -> None:
@@ -308,18 +309,19 @@ class BlockAttnRes(nn.Module):
         )
 
 
-def _check_readable(index: int, aggregation: AttnRes) -> None:
-    """Streams read parameters and do not call aggregations: what is to happen at a call would not."""
-    if hasattr(aggregation.query, "to_local"):
-        raise TypeError(
-            f"the parameters of aggregation {index} are sharded (a DTensor): FSDP2 gathers them around the forward of "
-            "the module that it wraps; wrap one whose forward runs the stream"
-        )
-    if aggregation._forward_hooks or aggregation._forward_pre_hooks:
-        raise ValueError(
-            f"aggregation {index} has forward hooks (of FSDP2 or weight_norm, perhaps), which a stream does not run: "
-            "put them on a module whose forward runs the stream; torch.nn.utils.parametrize works without"
-        )
+def _check_readable(aggregations: nn.ModuleDict) -> None:
+    """A stream reads most aggregations' parameters without a call of the module: what is to happen then would not."""
+    for index, aggregation in aggregations.items():
+        if any(hasattr(parameter, "to_local") for parameter in aggregation.parameters()):
+            raise TypeError(
+                f"the parameters of aggregation {index} are sharded (DTensors): FSDP2 gathers them around the forward "
+                "of the module that it wraps; wrap one whose forward runs the stream"
+            )
+        if checks.has_hooks(aggregation):
+            raise ValueError(
+                f"aggregation {index} has hooks (of FSDP2 or weight_norm, perhaps), which a stream does not run: put "
+                "them on a module whose forward runs the stream; torch.nn.utils.parametrize works without"
+            )
 
 
 def _infers() -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from blockres.checks import kind
+from blockres.checks import has_hooks, kind
 
 Norm = nn.RMSNorm | tuple[Tensor, float]
 
@@ -25,7 +25,7 @@ def norm_arguments(norm: Norm | None, dim: int, dtype: torch.dtype) -> tuple[Ten
             f"the norm fused into an aggregation is an nn.RMSNorm or a tuple (weight, eps), got {type(norm).__name__}; "
             f"apply any other norm to what read() returns"
         )
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+    if has_hooks(norm):
         raise ValueError("the norm has hooks, which a fused one does not run: apply it to what read() returns")
     if norm.weight is None or tuple(norm.normalized_shape) != (dim,):
         raise ValueError(

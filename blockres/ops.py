@@ -249,10 +249,10 @@ def _differentiate_merge(ctx, grad_h, grad_partial, _):
 
 
 def _merge_gradients(ctx, grad_h, grad_partial):
-    saved = output, _, _, query, key_weight, norm_weight, _ = ctx.saved_tensors
-    grad_h = _zeros_like(output) if grad_h is None else grad_h
-    *rows, dquery, dkey_weight, dnorm_weight = attn_res_merge_backward(grad_h, grad_partial, *saved, *ctx.settings)
-    return *rows, *_given((dquery, dkey_weight, dnorm_weight), (query, key_weight, norm_weight))
+    saved = ctx.saved_tensors
+    grad_h = _zeros_like(saved[0]) if grad_h is None else grad_h
+    doutput, dlse, dpartial, *dparameters = attn_res_merge_backward(grad_h, grad_partial, *saved, *ctx.settings)
+    return doutput, dlse, dpartial, *_given(dparameters, saved[3:6])
 
 
 attn_res_merge_forward.register_autograd(_differentiate_merge, setup_context=_save_merge)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -170,7 +170,7 @@ class BlockStream(Stream):
         owned = [self._residual.aggregation(index) for index in indices]
         _check_alike(owned)
         weights = [aggregation.key_weight for aggregation in owned if aggregation.key_weight is not None]
-        with torch.autocast(self._sources[0].device.type, enabled=False):  # which may refuse to stack the other half
+        with _without_autocast(self._sources[0].device.type):  # it refuses to stack float16 where it casts to bfloat16
             queries = torch.stack([aggregation.query for aggregation in owned])
             key_weights = torch.stack(weights) if weights else None
         norm_weight, norm_eps = norm_arguments(norm, self._residual.dim, self._dtype)
@@ -229,6 +229,11 @@ class _Answer(NamedTuple):
     lse: Tensor
     query: Tensor
     key_weight: Tensor | None
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    known = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if known else nullcontext()
 
 
 def _check_alike(aggregations: Sequence["AttnRes"]) -> None:

@@ -524,7 +524,9 @@ def attn_res_backward(
     norm_eps: float,
     needs_grad: list[bool],
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Gradients of the sources, of query, key weight and norm weight, in their dtypes; `(0,)` where not needed.
+    """Gradients of the sources, of query, key weight and norm weight, in their dtypes.
+
+    `(0,)` for a source that needs none, and for a parameter that is not given.
 
     `grad_out` is read where it lies. It is copied only where its last dimension is not contiguous, as in the gradient
     of a sum, or its rows have more than two strides.

@@ -11,7 +11,8 @@ beta = rho^3 <u, h_0> / D where the norm is fused, else grad_output_0:
 `sum_j a_sj (p_sj - delta_s)` is zero; what rounding leaves of it would be multiplied by all that the sources have in
 common, and is taken out again in proportion to a_sj. For the same reason sources are taken relative to the first one:
 products with v_j - v_0 make up p_sj, and sums of e_sj (v_j - z v_0) and of z (sum_j e_sj) v_0 make up dkey_s. z is 1
-where all sources are alike in size, and 0 where one is more than twice another: a large v_0 would then only cancel.
+where all sources are alike in size, and 0 where one is more than twice another: a large v_0 would then only cancel. In
+p_sj it does no harm, since delta_s has it in any case.
 
 No gradient of a source is known before all p_sj of its token are. Where S rows of gradients, S of sums for dkey and N
 of sources fit into one program, it does everything at one read of each (`inter_backward_whole`). Where they do not, one
@@ -54,7 +55,9 @@ def attn_res_inter_backward(
     needs_grad: list[bool],
     accumulate: list[Tensor | None],
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Gradients of the sources, of queries, key weights and norm weight, in their dtypes; `(0,)` where not needed.
+    """Gradients of the sources, of queries, key weights and norm weight, in their dtypes.
+
+    `(0,)` for a source that needs none, and for a parameter that is not given.
 
     Args:
         grad_outputs: S tensors `[..., D]`, as a sequence or stacked; copied only where their rows cannot be read in

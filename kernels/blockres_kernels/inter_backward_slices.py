@@ -277,7 +277,8 @@ def launch_slices(work: Work, mixed: Tensor | None) -> tuple[Tensor, Tensor | No
     """The rows of sums of all programs; `mixed [T, D]` is h_0, where more sources than one launch takes are in it."""
     products = _launch_pairs(work, mixed)
     alone = len(work.sources.tensors) <= launch.MAX_SOURCES
-    return _launch_gradients(work, mixed, *(_launch_terms if alone else _terms_of_groups)(work, products))
+    terms, rho_beta = (_launch_terms if alone else _terms_of_groups)(work, products)
+    return _launch_gradients(work, mixed, terms, rho_beta)
 
 
 def _launch_pairs(work: Work, mixed: Tensor | None) -> Products:

@@ -19,7 +19,8 @@ Another number of tokens does not make a kernel compile again:
 - what the kernel needs to know of alignment, and no more, is one constant: the largest power of two up to 16 bytes
   that divides every row's address.
 
-What may is memory that is not aligned to 16 bytes, and a stride of more than 2^31 elements.
+What may are memory that is not aligned to 16 bytes, strides that follow the number of tokens (of a padded [B, L, D],
+say), and those of more than 2^31 elements.
 
 Offsets are computed in int64.
 """

@@ -241,5 +241,11 @@ def _one_stride(name: str, x: Tensor) -> Rows:
 
 
 def _alignments(bank: Tensor, slots: Rows, *others: Rows) -> Alignment:
-    every_slot = math.gcd(slots.alignment, bank.stride(0) * bank.element_size())
-    return Alignment(every_slot, *(rows.alignment for rows in others))
+    every_slot = math.gcd(_alignment(slots), bank.stride(0) * bank.element_size())
+    return Alignment(every_slot, *map(_alignment, others))
+
+
+def _alignment(rows: Rows) -> int:
+    """What divides every row's address, as far as it would for any number of tokens and without padding."""
+    x = rows.tensors[0]
+    return math.gcd(rows.alignment, x.shape[-1] * x.element_size())

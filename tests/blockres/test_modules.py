@@ -332,11 +332,29 @@ def test_autocast_to_the_other_half_changes_nothing(half):
 
 
 @pytest.mark.parametrize("gradients", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_fake_tensors(gradients):
-    with FakeTensorMode(), gradients():
-        residual = BlockAttnRes(8, 5, 2)
-        out = residual(torch.randn(3, 8), [torch.tanh] * 5)
-        assert out.shape == (3, 8)
+def test_tensors_without_data(gradients):
+    for without_data in (FakeTensorMode(), torch.device("meta")):
+        with without_data, gradients():
+            residual = BlockAttnRes(8, 5, 2)
+            out = residual(torch.randn(3, 8), [torch.tanh] * 5)
+            assert out.shape == (3, 8)
+            if gradients is torch.enable_grad:
+                out.sum().backward()
+                assert residual.aggregations["3"].query.grad.shape == (8,)
+
+
+def test_hooks_on_calls_that_a_stream_does_not_make_are_refused():
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        residual = BlockAttnRes(8, 2, 2)
+        getattr(residual.aggregations["1"], f"register_{register}")(lambda *_: None)
+        with pytest.raises(ValueError, match="aggregation 1 has hooks"):
+            residual.stream(torch.ones(1, 8))
+
+
+def test_a_frozen_embedding_costs_no_stack_of_gradients():
+    residual, _, norms = network(4, 4)
+    stream = residual.stream(torch.randn(TOKENS, DIM, dtype=torch.float64))
+    assert stream.read(norms[0]).grad_fn.name() == "ChainedInterBackward"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -418,7 +436,7 @@ def hooked(module):
         (lambda: AttnRes(8)([torch.ones(1, 8)], norm=watched(nn.RMSNorm(8))), "has hooks"),
         (
             lambda: BlockAttnRes(8, 2, 2).apply(hooked).stream(torch.ones(1, 8)).read(),
-            "aggregation 0 has forward hooks",
+            "aggregation 0 has hooks",
         ),
         (
             lambda: BlockAttnRes(8, 4, 2)(torch.ones(1, 8), [nn.Identity()] * 4, [None] * 3),

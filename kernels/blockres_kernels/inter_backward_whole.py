@@ -35,11 +35,11 @@ def _norm_gradients(g, h, w, VECTOR: tl.constexpr, dim, eps):
 @triton.jit
 def _store_pairs(pairs, g, v, count, slots, asked, panel):
     """<g_s, v_j - v_0> for j > 0 into [N, S]."""
-    if len(slots) > 1:
+    for j in tl.static_range(1, len(slots)):
+        difference = v[j] - v[0]
+        sums = sums_of([within_lanes(g[s] * difference, panel.vector) for s in asked])
         for s in tl.static_range(len(asked)):
-            sums = sums_of([within_lanes(g[s] * (v[j] - v[0]), panel.vector) for j in slots[1:]])
-            for j in tl.static_range(1, len(slots)):
-                tl.store(pairs + j * panel.queries + s, sums[j - 1], mask=count > j)
+            tl.store(pairs + j * panel.queries + s, sums[s], mask=count > j)
 
 
 @triton.jit

@@ -307,8 +307,9 @@ def attn_res_inter_backward(
     """Whole where a thread's columns of all gradients, sources and sums leave two fifths of its registers for the rest.
 
     Such a kernel repeats its code for each query and source. From D = 768 its threads load 16 bytes each, which leaves
-    room for 8 queries; narrower rows may be cut finer, to make room for more. The rest are mostly loads of keys on
-    their way: with 8 queries at D = 2048, where the rows alone would fit, up to 104 bytes spill on sm_90 and sm_100.
+    room for 8 queries and 5 sources; narrower rows may be cut finer, to make room for more. The rest are mostly loads
+    of keys on their way: with 8 queries at D = 2048, where the rows alone would fit, up to 104 bytes spill on sm_90 and
+    sm_100, and with 9 sources in float32 up to 24 on sm_100.
     """
     columns = triton.next_power_of_2(max(dim, lanes))
     rows = 2 * queries + sources + 2 * norm + adds
@@ -318,7 +319,8 @@ def attn_res_inter_backward(
     each = max(columns // 256, min(16 // itemsize, columns // lanes), 1)
     while each > most and each > least and columns // each < 256:
         each //= 2
-    if each <= most and queries * sources <= 160 and (queries <= 8 or dim < 768):
+    fits = each <= most and queries * sources <= 160
+    if fits and (dim < 768 or (queries <= 8 and sources <= 5)):
         powers = triton.next_power_of_2(queries), triton.next_power_of_2(sources)
         panel = Panel(dim, *powers, columns, min(each, 16 // itemsize))
         threads = columns // each

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from blockres.checks import has_hooks
 from blockres.models.huggingface.families import Family, Sublayer, rms_norm
 from blockres.models.instance_class import InstanceClass, instance_class, take_class
 from blockres.modules import BlockAttnRes
@@ -155,7 +156,7 @@ def _update(layer: ChangedLayer, sublayer: Sublayer, stream: Stream, arguments: 
 
 def _does_more(module: nn.Module) -> bool:
     """Whether a call does more than the class's `forward`: hooks, or a `forward` put on the instance."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+    return has_hooks(module) or "forward" in vars(module)
 
 
 def _arguments(layer: ChangedLayer, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

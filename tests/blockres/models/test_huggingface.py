@@ -498,6 +498,9 @@ def test_hooks_on_a_norm_are_run():
     ((read, normed),) = seen
     handle.remove()
     assert torch.equal(norm(read), normed)
+    norm.register_full_backward_hook(lambda _, inputs, outputs: seen.append(outputs[0].shape))
+    model(ids).logits.sum().backward()
+    assert seen[1:] == [normed.shape]
 
 
 def test_layers_that_were_taken_away_since_are_missed():

@@ -27,6 +27,7 @@ from bench.timing import spread
 from blockres.models.gpt import GPTConfig
 from blockres.training.config import DataFlags, OptimizerFlags, ParallelFlags, RunFlags, TrainConfig
 from blockres.training.data import Split, load_corpus
+from blockres.training.launch import end_process
 from blockres.training.trainer import Trainer
 
 MODEL = GPTConfig(dim=128, num_layers=8)
@@ -124,3 +125,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)

@@ -37,6 +37,7 @@ from blockres.models.gpt import GPT, GPTConfig, Residual
 from blockres.pipeline import BlockCache, BlockResStage, BlockRouting, build_schedule, split_sublayers
 from blockres.training.config import DataFlags, Dtype, ParallelFlags, RunFlags, TrainConfig
 from blockres.training.data import Split, load_corpus
+from blockres.training.launch import end_process
 from blockres.training.trainer import Trainer
 
 VARIANTS = ("standard", "block", "block, cache")
@@ -454,3 +455,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)

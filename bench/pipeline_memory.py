@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from bench.live import LiveStorages, of_size
 from blockres.modules import BlockAttnRes
 from blockres.pipeline import BlockCache, BlockResStage, BlockRouting
+from blockres.training.launch import end_process
 
 SUBLAYERS_PER_BLOCK = 2
 VOCABULARY = 8
@@ -152,3 +153,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)

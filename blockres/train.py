@@ -19,17 +19,16 @@ import blockres
 from blockres.pipeline.wire import lost_neighbour
 from blockres.training.config import TrainConfig, flag, parse
 from blockres.training.data import Split, load_corpus
-from blockres.training.launch import Launch, choose_device, open_process_group, share_cores, tell_launcher
+from blockres.training.launch import Launch, choose_device, end_process, open_process_group, share_cores, tell_launcher
 from blockres.training.run import Interrupted, Run, Setup, TrainingStopped
 from blockres.training.saving import SaveFailed, find_checkpoint
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; exits with 0, with 2 where the ranks could not begin, or with 1 where training failed."""
-    sys.exit(_main(arguments))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code: 0, 2 where the ranks could not begin, or 1 where training failed.
 
-
-def _main(arguments: Sequence[str] | None) -> int:
+    Where the other ranks may no longer answer, the process has ended instead.
+    """
     config, problem = _parse(arguments)
     try:
         launch = Launch.find()
@@ -140,4 +139,4 @@ def _complain_of_crash(launch: Launch, error: BaseException, when: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main())

@@ -4,13 +4,15 @@ The agreement goes through the rendezvous store, as JSON: it works before there 
 already depends on the flags, and nothing in it is ever executed.
 """
 
+import atexit
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -177,3 +179,15 @@ def share_cores(launch: Launch, num_threads: int | None) -> None:
     """Give this process its part of the machine's cores, or `num_threads`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(num_threads or max(1, cores // launch.local_world_size))
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Exit as Python would, but leave the interpreter whole.
+
+    gloo's threads live as long as anything refers to a process group, as PyTorch's own caches do. While an interpreter
+    is taken apart, one that has yet to let go of a collective's tensors aborts the process (PyTorch issue 190489).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -25,7 +25,7 @@ import pytest
 import torch.distributed as dist
 
 from blockres import train
-from blockres.training.launch import Launch
+from blockres.training.launch import Launch, end_process
 from tests.support.distributed import PRELOADED
 
 TINY = shlex.split(
@@ -48,13 +48,8 @@ def run_alone(out: Path, *flags: str, plots: bool = False) -> list[dict]:
 def exit_code(out: Path, *flags: str, plots: bool = False) -> int:
     """Run the command as a single process, here, to an orderly end."""
     failed = AssertionError("the run failed, see above")
-    with (
-        nullcontext() if plots else without_matplotlib(),
-        mock.patch.object(os, "_exit", side_effect=failed),
-        pytest.raises(SystemExit) as end,
-    ):
-        train.main([*TINY, "--out", str(out), *flags])
-    return end.value.code
+    with nullcontext() if plots else without_matplotlib(), mock.patch.object(os, "_exit", side_effect=failed):
+        return train.main([*TINY, "--out", str(out), *flags])
 
 
 def without_matplotlib() -> AbstractContextManager:
@@ -177,4 +172,4 @@ def _rank_main(environment: dict[str, str], arguments: list[str], fault: Fault |
     if fault is not None:
         fault()
     with without_matplotlib():
-        train.main(arguments)
+        end_process(train.main(arguments))

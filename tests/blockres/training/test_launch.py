@@ -1,6 +1,8 @@
 """The agreement between ranks, played by threads that share one store."""
 
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -103,3 +105,29 @@ def test_impossible_devices_get_the_way_out(name, gpus, message):
     cuda = mock.patch.multiple(torch.cuda, is_available=lambda: gpus > 0, device_count=lambda: gpus)
     with cuda, pytest.raises(ValueError, match=message):
         choose_device(name, ranks(2)[0])
+
+
+WITH_A_SLOW_THREAD = """
+import sys, time
+import torch, torch.distributed as dist
+from blockres.training.launch import end_process
+
+class Slow:
+    def __del__(self, now=time.monotonic):
+        end = now() + 0.5
+        while now() < end:
+            pass
+
+slow, seconds_between_threads = Slow(), 0.2
+sys.setswitchinterval(seconds_between_threads)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD
+dist.all_reduce(torch.ones(1), async_op=True)  # only gloo's thread holds the tensor, and needs Python to free it
+print("the end")
+end_process(3)  # sys.exit(3) would end with -6 in PyTorch 2.13 and Python 3.11
+"""
+
+
+def test_a_thread_of_gloo_does_not_abort_the_process_at_its_end():
+    ended = subprocess.run([sys.executable, "-c", WITH_A_SLOW_THREAD], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (3, "the end\n"), ended.stderr

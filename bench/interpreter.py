@@ -10,7 +10,8 @@ TRITON_INTERPRET=1 has to be in the environment before triton is imported. Then 
 
 Repaired are: rounding of float32 to bfloat16, which is truncated otherwise; arithmetic on bfloat16, which works on bit
 patterns as if they were integers; constants of bfloat16, which cannot be made; sums along a tensor's first axis, which
-add one element after the other and lose digits that no GPU loses; and calls of functions, which take twice the time.
+add one element after the other and lose digits that no GPU loses; calls of functions, which take twice the time;
+and names for dtypes within a kernel, which Triton 3.6 refuses here alone.
 A `tl.multiple_of` that is not true, which would be a misaligned access on a GPU, is an error.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _Builder, _Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
@@ -64,6 +66,7 @@ def install() -> None:
     _install_sum()
     _install_atomic_add()
     _install_hints()
+    _install_constants()
     _patch_language_once_a_launch()
 
 
@@ -162,6 +165,16 @@ def _install_hints() -> None:
         original(self, key, value)
 
     _Handle.set_attr = set_attr
+
+
+def _install_constants() -> None:
+    """Let a kernel give a name to a dtype among its constants; in Triton 3.6 only compiled kernels may."""
+    original = TritonSemantic.to_tensor
+
+    def to_tensor(self, x, check_type=True):
+        return original(self, x.value if isinstance(x, tl.constexpr) else x, check_type)
+
+    TritonSemantic.to_tensor = to_tensor
 
 
 def _patch_language_once_a_launch() -> None:

@@ -4,7 +4,6 @@ The order of things: read the flags, meet the other ranks, agree that all can be
 then build anything. Whatever is wrong before that is said on every rank.
 """
 
-import os
 import sys
 import tempfile
 import traceback
@@ -19,15 +18,24 @@ import blockres
 from blockres.pipeline.wire import lost_neighbour
 from blockres.training.config import TrainConfig, flag, parse
 from blockres.training.data import Split, load_corpus
-from blockres.training.launch import Launch, choose_device, end_process, open_process_group, share_cores, tell_launcher
+from blockres.training.launch import (
+    Launch,
+    choose_device,
+    end_process,
+    leave,
+    open_process_group,
+    share_cores,
+    tell_launcher,
+)
 from blockres.training.run import Interrupted, Run, Setup, TrainingStopped
 from blockres.training.saving import SaveFailed, find_checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code: 0, 2 where the ranks could not begin, or 1 where training failed.
+    """The command; returns the exit code: 0, 1 where training failed, 2 where the ranks could not begin, and after a
+    signal 128 and its number.
 
-    Where the other ranks may no longer answer, the process has ended instead.
+    `--help` raises SystemExit, and where the other ranks may no longer answer, the process ends here.
     """
     config, problem = _parse(arguments)
     try:
@@ -117,9 +125,8 @@ def _run_guarded(setup: Setup, launch: Launch) -> int:
     except BaseException as error:
         traceback.print_exc()
         _complain_of_crash(launch, error, f"at step {run.step}" if run else "before the first step")
-        sys.stdout.flush()
         # An orderly exit would close the connections, and that can wait for ever for a rank that has ended.
-        os._exit(1)
+        leave(1)
     dist.destroy_process_group()
     return 0
 

@@ -182,12 +182,27 @@ def share_cores(launch: Launch, num_threads: int | None) -> None:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Exit as Python would, but leave the interpreter whole.
+    """Exit as Python does, but leave the interpreter whole.
 
     gloo's threads live as long as anything refers to a process group, as PyTorch's own caches do. While an interpreter
     is taken apart, one that has yet to let go of a collective's tensors aborts the process (PyTorch issue 190489).
     """
+    atexit.register(_run_other_handlers_and_leave, exit_code)  # what is registered last runs first
+    sys.exit(exit_code)
+
+
+def _run_other_handlers_and_leave(exit_code: int) -> None:
+    atexit.unregister(_run_other_handlers_and_leave)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    leave(exit_code)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Exit at once; with 120 instead of 0, which is what Python does, where what was printed cannot be written."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            exit_code = exit_code or 120
     os._exit(exit_code)

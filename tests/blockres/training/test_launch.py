@@ -1,5 +1,6 @@
 """The agreement between ranks, played by threads that share one store."""
 
+import os
 import re
 import subprocess
 import sys
@@ -107,27 +108,43 @@ def test_impossible_devices_get_the_way_out(name, gpus, message):
         choose_device(name, ranks(2)[0])
 
 
-WITH_A_SLOW_THREAD = """
+COLLECTIVE_AT_THE_END = """
 import sys, time
 import torch, torch.distributed as dist
-from blockres.training.launch import end_process
+from blockres.training.launch import {name}
 
-class Slow:
-    def __del__(self, now=time.monotonic):
+class Late:
+    def __del__(self, all_reduce=dist.all_reduce, ones=torch.ones, now=time.monotonic):
+        all_reduce(ones(1), async_op=True)
         end = now() + 0.5
-        while now() < end:
+        while now() < end:  # gloo's thread wants to free the tensor meanwhile
             pass
 
-slow, seconds_between_threads = Slow(), 0.2
-sys.setswitchinterval(seconds_between_threads)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = dist.group.WORLD
-dist.all_reduce(torch.ones(1), async_op=True)  # only gloo's thread holds the tensor, and needs Python to free it
+late = Late()
 print("the end")
-end_process(3)  # sys.exit(3) would end with -6 in PyTorch 2.13 and Python 3.11
+{name}(3)
 """
 
 
-def test_a_thread_of_gloo_does_not_abort_the_process_at_its_end():
-    ended = subprocess.run([sys.executable, "-c", WITH_A_SLOW_THREAD], capture_output=True, text=True)
+@pytest.mark.parametrize("name", ["end_process", "leave"])
+def test_a_thread_of_gloo_does_not_abort_the_process_at_its_end(name):
+    code = COLLECTIVE_AT_THE_END.format(name=name)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (3, "the end\n"), ended.stderr
+
+
+@pytest.mark.parametrize(("exit_code", "expected"), [(0, 120), (3, 3)])
+def test_output_that_cannot_be_written_fails_a_run_and_hides_no_other_failure(exit_code, expected):
+    code = f"""
+import atexit, sys
+from blockres.training.launch import end_process
+atexit.register(print, "handlers run", file=sys.stderr)
+print("lost")
+end_process({exit_code})
+"""
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=buffered)
+    assert (ended.returncode, ended.stderr) == (expected, "handlers run\n")

@@ -19,6 +19,7 @@ from tests.support.numerics import (
     exact_leaves,
     gradients_of,
     relative_error,
+    upstream_gradient,
 )
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -92,7 +93,7 @@ def random_merge(shape, device, *, stream=FP32, narrow=None, common=1.0, norm=Tr
         (torch.randn(dim, device=device) * dim**-0.5).to(parameter_dtype),
         (torch.rand(dim, device=device) + 0.5).to(parameter_dtype),
         (torch.rand(dim, device=device) + 0.5).to(parameter_dtype) if norm else None,
-        torch.randn(shape, device=device).to(narrow),
+        upstream_gradient(partial, output, narrow),
         torch.randn(shape, device=device).to(stream) if update else None,
     )
 

@@ -35,6 +35,15 @@ def correlated_sources(
     return [(shared + torch.randn(*shape)).to(device, dtype) for _ in range(count)]
 
 
+def upstream_gradient(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Random, and leaning towards what one source has over another.
+
+    A query's gradient is a sum of products of this gradient with such differences. Where tokens and sources are few,
+    all of them may by chance be nearly zero beside their rounding, and the relative error could then be anything.
+    """
+    return (torch.randn_like(one) + (one - other)).to(dtype)
+
+
 def units_apart(actual: Tensor, expected: Tensor) -> Tensor:
     """How many representable numbers lie between two bf16 or fp16 tensors of one dtype, element by element."""
     assert actual.dtype == expected.dtype

@@ -58,7 +58,7 @@ def test_rows_of_one_element(dtype, device):
 
 @pytest.mark.parametrize("dim", [7186, 8200])
 def test_rows_that_are_far_from_a_power_of_two_and_rows_in_slices(dim, device):
-    problem = random_problem(2, (3, dim), BF16, norm=True, extra=True, device=device)
+    problem = random_problem(2, (8, dim), BF16, norm=True, extra=True, device=device)
     out, _, gradients = problem.run()
     exact_out, _, exact = problem.exact()
     assert_rounded_once(out, exact_out)
@@ -66,7 +66,7 @@ def test_rows_that_are_far_from_a_power_of_two_and_rows_in_slices(dim, device):
 
 
 def test_the_widest_rows(device):
-    problem = random_problem(3, (2, 16384), FP32, norm=False, device=device)
+    problem = random_problem(3, (5, 16384), FP32, norm=False, device=device)
     assert launch.attn_res_backward(16384, 4, 3, False, 32).slices > 1
     out, _, gradients = problem.run()
     exact_out, _, exact = problem.exact()
@@ -102,7 +102,7 @@ def test_sources_of_very_different_size(dtype, device):
 
 
 def test_sources_that_cancel(device):
-    problem = random_problem(2, (3, 96), FP32, extra=True, device=device)
+    problem = random_problem(2, (8, 96), FP32, extra=True, device=device)
     problem = dataclasses.replace(problem, query=torch.zeros_like(problem.query))
     problem = problem.with_sources([problem.sources[0], -problem.sources[0]])
     out, _, gradients = problem.run()

@@ -19,7 +19,6 @@ from tests.support.numerics import (
     exact_leaves,
     gradients_of,
     relative_error,
-    upstream_gradient,
 )
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -93,7 +92,7 @@ def random_merge(shape, device, *, stream=FP32, narrow=None, common=1.0, norm=Tr
         (torch.randn(dim, device=device) * dim**-0.5).to(parameter_dtype),
         (torch.rand(dim, device=device) + 0.5).to(parameter_dtype),
         (torch.rand(dim, device=device) + 0.5).to(parameter_dtype) if norm else None,
-        upstream_gradient(partial, output, narrow),
+        torch.randn(shape, device=device).to(narrow),
         torch.randn(shape, device=device).to(stream) if update else None,
     )
 
@@ -117,7 +116,7 @@ def assert_close(problem: Merge) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("update", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("shape", [(7, 96), (2, 3, 100), (4, 2048)])
+@pytest.mark.parametrize("shape", [(11, 96), (2, 5, 100), (10, 2048)])
 def test_values_and_gradients(shape, dtype, update, norm, device):
     assert_close(random_merge(shape, device, stream=dtype, norm=norm, update=update))
 
@@ -125,17 +124,17 @@ def test_values_and_gradients(shape, dtype, update, norm, device):
 @pytest.mark.parametrize("common", [3.0, 10.0])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_what_output_and_partial_have_in_common_costs_no_digits(dtype, common, device):
-    assert_close(random_merge((4, 512), device, stream=dtype, common=common))
+    assert_close(random_merge((16, 512), device, stream=dtype, common=common))
 
 
 @pytest.mark.parametrize(("stream", "narrow"), [(FP32, BF16), (BF16, FP32), (FP32, FP16), (FP64, FP64)])
 def test_dtypes_are_independent(stream, narrow, device):
-    assert_close(random_merge((5, 96), device, stream=stream, narrow=narrow))
+    assert_close(random_merge((11, 96), device, stream=stream, narrow=narrow))
 
 
 @pytest.mark.parametrize("parameter_dtype", [BF16, FP16, FP32, FP64])
 def test_parameters_of_any_float_dtype(parameter_dtype, device):
-    assert_close(random_merge((4, 96), device, stream=BF16, parameter_dtype=parameter_dtype))
+    assert_close(random_merge((11, 96), device, stream=BF16, parameter_dtype=parameter_dtype))
 
 
 def test_parameters_that_are_columns_of_a_matrix(device):
@@ -150,7 +149,7 @@ def test_parameters_that_are_columns_of_a_matrix(device):
 
 @pytest.mark.parametrize("dim", [7186, 16384])
 def test_wide_rows(dim, device):
-    assert_close(random_merge((4, dim), device, stream=BF16, narrow=BF16))
+    assert_close(random_merge((10, dim), device, stream=BF16, narrow=BF16))
 
 
 @pytest.mark.parametrize("shape", [(0, 96), (2, 0, 96)])

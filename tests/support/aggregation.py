@@ -15,7 +15,6 @@ from tests.support.numerics import (
     exact_leaves,
     gradients_of,
     relative_error,
-    upstream_gradient,
 )
 
 
@@ -132,13 +131,12 @@ def random_problem(
     `extra`: gradients of lse and of the scores arrive as well.
     """
     *leading, dim = shape
-    sources = correlated_sources(count, shape, common, dtype, device)
     problem = Problem(
-        sources,
+        correlated_sources(count, shape, common, dtype, device),
         (torch.randn(dim) * dim**-0.5).to(device, parameter_dtype),
         (torch.rand(dim) + 0.5).to(device, parameter_dtype) if key_weight else None,
         (torch.rand(dim) + 0.5).to(device, parameter_dtype) if norm else None,
-        upstream_gradient(sources[0], sources[-1], dtype),
+        torch.randn(*shape).to(device, dtype),
         torch.randn(*leading, device=device) if extra else None,
         torch.randn(count, *leading, device=device) if extra else None,
     )

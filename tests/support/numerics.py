@@ -35,15 +35,6 @@ def correlated_sources(
     return [(shared + torch.randn(*shape)).to(device, dtype) for _ in range(count)]
 
 
-def upstream_gradient(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """Random, and leaning towards what one source has over another.
-
-    A query's gradient is a sum of products of this gradient with such differences. Where tokens and sources are few,
-    all of them may by chance be nearly zero beside their rounding, and the relative error could then be anything.
-    """
-    return (torch.randn_like(one) + (one - other)).to(dtype)
-
-
 def units_apart(actual: Tensor, expected: Tensor) -> Tensor:
     """How many representable numbers lie between two bf16 or fp16 tensors of one dtype, element by element."""
     assert actual.dtype == expected.dtype
@@ -51,7 +42,12 @@ def units_apart(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def assert_parameter_gradient(actual: Tensor, exact: Tensor, rows: torch.dtype) -> None:
-    """The project's bound, which depends on the dtype of the rows, not on the parameter's: that is rounded to last."""
+    """The project's bound, which depends on the dtype of the rows, not on the parameter's: that is rounded to last.
+
+    It holds for gradients that are not small by chance: with few sources, give each query several tokens. A token adds
+    its gradient times what one source has over another, and where all of these are nearly zero beside their rounding,
+    the relative error may be anything.
+    """
     assert actual.shape == exact.shape
     if actual.dtype in (torch.bfloat16, torch.float16):
         assert_rounded_once(actual, exact)
